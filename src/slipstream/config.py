@@ -1,0 +1,140 @@
+"""Every setting, with its default, its bounds and its one sentence.
+
+A setting comes from, in order of precedence: a command-line flag (`--page-tokens 32`), an environment variable
+(`SLIPSTREAM_PAGE_TOKENS=32`), a TOML file given by `--config` or `SLIPSTREAM_CONFIG` (`page_tokens = 32`, flat or under
+the section's name), the default here. Flags and variables are made from the field names, and so is
+`docs/configuration.md`; a field without a description does not pass the tests.
+
+Configs are frozen; whoever needs a variation makes a new one with `msgspec.structs.replace`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Transport = Literal["auto", "local", "shm", "tcp", "cuda_ipc", "nixl", "mooncake", "fake"]
+LogFormat = Literal["text", "json"]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker's engine: model, memory, batching."""
+
+    model: Annotated[
+        str, Meta(description="Model: `smollm2`, a folder with config.json and safetensors, a .gguf file, or a hub id.")
+    ] = "smollm2"
+    served_model_name: Annotated[
+        str, Meta(description="Name that clients use; empty means the last part of MODEL.")
+    ] = ""
+    tokenizer: Annotated[
+        str, Meta(description="Folder, file or hub id of the tokenizer; empty means that of the model.")
+    ] = ""
+    load_format: Annotated[
+        Literal["auto", "dummy"],
+        Meta(description="`dummy` fills the weights at random from the config, for benchmarks."),
+    ] = "auto"
+    dtype: Annotated[
+        Dtype,
+        Meta(description="Weights and KV: `auto` is bfloat16 on GPUs and on CPUs with AMX, else float32."),
+    ] = "auto"
+    device: Annotated[str, Meta(description="`auto`, `cpu`, `cuda`, `cuda:N` or a GPU's UUID.")] = "auto"
+    threads: Annotated[
+        int,
+        Meta(
+            ge=0, description="Compute threads of a CPU worker; 0 shares the cores among the workers of this machine."
+        ),
+    ] = 0
+    page_tokens: Annotated[int, Meta(ge=1, le=1024, description="Tokens of one KV page.")] = 16
+    kv_tokens: Annotated[
+        int, Meta(ge=0, description="Size of the KV pool in tokens; 0 derives it from free memory.")
+    ] = 0
+    mem_fraction: Annotated[
+        float,
+        Meta(gt=0.0, lt=1.0, description="Share of a GPU's memory that weights and KV pool may fill."),
+    ] = 0.88
+    max_model_len: Annotated[
+        int, Meta(ge=0, description="Longest prompt plus answer in tokens; 0 is what model and pool allow.")
+    ] = 0
+    max_sequences: Annotated[int, Meta(ge=1, description="Sequences that decode together at most.")] = 64
+    chunk_tokens: Annotated[
+        int, Meta(ge=1, description="Tokens computed in one step at most; longer prompts are cut into chunks.")
+    ] = 512
+    prefix_cache: Annotated[bool, Meta(description="Keep finished prefixes for reuse until the room is needed.")] = True
+    max_waiting: Annotated[
+        int, Meta(ge=1, description="Requests that may wait at one worker; more are refused with 429.")
+    ] = 1024
+
+
+class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How KV travels between workers."""
+
+    transport: Annotated[
+        Transport,
+        Meta(description="`auto` takes the fastest that passes its preflight; a name is obeyed or refused."),
+    ] = "auto"
+    tcp_streams: Annotated[int, Meta(ge=1, le=64, description="Parallel streams a peer of the tcp transport.")] = 4
+    tcp_port: Annotated[int, Meta(ge=0, le=65535, description="Port of the tcp transport; 0 takes a free one.")] = 0
+    preflight_bytes: Annotated[
+        int, Meta(ge=4096, description="Size of the area that a route's preflight writes, verifies and times.")
+    ] = 4 << 20
+    fake_seed: Annotated[int, Meta(description="Seed of the fake transport's trouble.")] = 0
+    fake_trouble: Annotated[
+        float, Meta(ge=0.0, le=1.0, description="Share of copies that the fake transport delays, reorders or loses.")
+    ] = 0.1
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker as a process: where it listens and whom it joins."""
+
+    role: Annotated[Literal["prefill", "decode", "both"], Meta(description="What routers may send to this worker.")] = (
+        "both"
+    )
+    name: Annotated[str, Meta(description="Name in logs, metrics and tables; empty makes one from role and port.")] = ""
+    host: Annotated[str, Meta(description="Address to listen on, for HTTP, messages and tcp transfers.")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="HTTP port; 0 takes a free one.")] = 0
+    wire_port: Annotated[int, Meta(ge=0, le=65535, description="Port for messages; 0 takes a free one.")] = 0
+    join: Annotated[str, Meta(description="URL of a router to register with; repeated until it answers.")] = ""
+    heartbeat_s: Annotated[float, Meta(gt=0, description="Interval of Status and of heartbeats between machines.")] = (
+        1.0
+    )
+
+
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Placement, and a request's life."""
+
+    prefill: Annotated[tuple[str, ...], Meta(description="URLs of prefill workers.")] = ()
+    decode: Annotated[tuple[str, ...], Meta(description="URLs of decode workers.")] = ()
+    both: Annotated[tuple[str, ...], Meta(description="URLs of workers for both roles.")] = ()
+    max_queue: Annotated[
+        int, Meta(ge=1, description="Requests under way at most; more are refused with 429 and Retry-After.")
+    ] = 4096
+    worker_wait_s: Annotated[
+        float, Meta(ge=0, description="How long a request waits for a worker to come (back) before it gets 503.")
+    ] = 3.0
+    resubmissions: Annotated[
+        int, Meta(ge=0, description="How often a request whose worker was lost is continued elsewhere.")
+    ] = 1
+    strict_roles: Annotated[
+        bool,
+        Meta(description="Never borrow a worker of the other role, even when none of the wanted role is left."),
+    ] = False
+    request_timeout_s: Annotated[float, Meta(gt=0, description="A request that takes longer ends with 504.")] = 600.0
+
+
+class FrontConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The HTTP surface."""
+
+    host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one.")] = 8000
+    api_key: Annotated[str, Meta(description="Bearer token that clients must send; empty asks for none.")] = ""
+    max_body_bytes: Annotated[int, Meta(ge=1024, description="Longest request body.")] = 32 << 20
+    default_max_tokens: Annotated[
+        int, Meta(ge=0, description="max_tokens of a chat request that names none; 0 is what the context allows.")
+    ] = 0
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="Least severe log line to print.")
+    ] = "info"
+    log_format: Annotated[LogFormat, Meta(description="Log lines for people (`text`) or programs (`json`).")] = "text"

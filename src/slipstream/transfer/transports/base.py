@@ -1,0 +1,120 @@
+"""The contract of a transport: five verbs, and the few nouns they speak of.
+
+    export   describe my memory so that a peer can reach it
+    open     reach a peer's memory from its description
+    write    put runs of my memory into the peer's; returns a ticket at once
+    poll     which tickets are done, or failed as a whole
+    close    end it; afterwards no write of mine is in flight
+
+A transport is driven by one thread (the mover); only `export` may be called from elsewhere. It never retries, never
+falls back and never chooses: `transfer.route` does. A ticket owns its source and destination memory until it is done
+or failed; a failed ticket is reported only when nothing of it can still arrive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+MemoryKind = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One rank's KV memory as its transports see it: `bytes` bytes at `address`.
+
+    Pages lie at multiples of `page_bytes` from the start; `probe_offset` is the start of the area behind the pages
+    that preflights may write. `array` is the memory as numpy bytes for kind "cpu", else None; `fd` is the file that
+    backs it when it can be mapped by others. `device` is "cpu" or the UUID of the GPU. `stream` is what has to be
+    waited for before a read, on devices.
+    """
+
+    kind: MemoryKind
+    address: int
+    bytes: int
+    page_bytes: int
+    pages: int
+    probe_offset: int
+    device: str = "cpu"
+    device_index: int = -1
+    fd: int | None = None
+    array: NDArray[np.uint8] | None = None
+
+
+class Description(msgspec.Struct, frozen=True):
+    """How one transport reaches one region: `detail` is the transport's own, msgpack-encoded."""
+
+    transport: str
+    detail: bytes
+
+
+class Exports(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank tells its peers: where it is, how large its memory is, and one description a transport."""
+
+    rank: int
+    first_head: int
+    heads: int
+    kind: str
+    device: str
+    bytes: int
+    page_bytes: int
+    pages: int
+    probe_offset: int
+    probe_bytes: int
+    machine: str  # equal for processes that share memory: boot id and namespace
+    process: str  # unique a process
+    descriptions: list[Description]
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Byte runs to copy: columns of equal length, offsets from the start of either region."""
+
+    source: NDArray[np.int64]
+    destination: NDArray[np.int64]
+    length: NDArray[np.int64]
+
+    @property
+    def total(self) -> int:
+        return int(self.length.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The end of a ticket: `error` is None when every byte is visible to the peer."""
+
+    ticket: int
+    error: str | None = None
+
+
+class Remote(Protocol):
+    """An opened peer region. `bytes` bounds every write."""
+
+    bytes: int
+
+
+class Transport(Protocol):
+    """One way to move bytes. Raises RouteUnavailable from `open` with the reason when it cannot serve the pair."""
+
+    name: ClassVar[str]
+
+    def export(self) -> bytes: ...
+
+    def open(self, exports: Exports, detail: bytes) -> Remote: ...
+
+    def write(self, remote: Remote, runs: Runs, after: Any = None) -> int:
+        """Starts the copy and returns its ticket. `after` is a device event that the source data are ready behind.
+
+        Raises ValueError when a run leaves either region: nothing is written then.
+        """
+        ...
+
+    def poll(self) -> list[Completion]: ...
+
+    def close(self, remote: Remote) -> None: ...
+
+    def shutdown(self) -> None: ...
