@@ -1,0 +1,74 @@
+"""The HTTP port of a worker: health, metrics, who it is, and whether its books are right.
+
+Nothing here serves tokens; routers speak the message socket that `/worker_info` names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from slipstream.wire import Status, WorkerInfo
+
+
+@dataclass(frozen=True)
+class WorkerViews:
+    """What the HTTP port shows: `state` is "loading", "ready", "draining" or "failed: ..."; `info` is None while
+    loading; `audit` asks the engine loop for its books."""
+
+    state: Callable[[], str]
+    info: Callable[[], WorkerInfo | None]
+    status: Callable[[], Awaitable[Status]]
+    audit: Callable[[], Awaitable[dict[str, Any]]]
+    routes: Callable[[], list[Any]]
+    registry: CollectorRegistry
+
+
+def create_app(views: WorkerViews) -> Starlette:
+    """The ASGI application of a worker's HTTP port."""
+
+    async def health(request: Request) -> Response:
+        state = views.state()
+        return reply({"status": state}, 200 if state == "ready" else 503)
+
+    async def worker_info(request: Request) -> Response:
+        info = views.info()
+        if info is None:
+            return reply({"status": views.state()}, 503)
+        return reply({**msgspec.to_builtins(info), "status": views.state(), "routes": views.routes()})
+
+    async def load(request: Request) -> Response:
+        if views.info() is None:
+            return reply({"status": views.state()}, 503)
+        status = msgspec.to_builtins(await views.status())
+        return reply({name: status[name] for name in status if name not in ("type", "added", "removed", "reset")})
+
+    async def audit(request: Request) -> Response:
+        if views.info() is None:
+            return reply({"status": views.state()}, 503)
+        return reply(await views.audit())
+
+    async def metrics(request: Request) -> Response:
+        return Response(generate_latest(views.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return Starlette(
+        routes=[
+            Route("/health", health),
+            Route("/worker_info", worker_info),
+            Route("/load", load),
+            Route("/audit", audit),
+            Route("/metrics", metrics),
+        ]
+    )
+
+
+def reply(body: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")

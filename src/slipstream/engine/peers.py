@@ -1,0 +1,190 @@
+"""Links between workers, as seen by one of them.
+
+As a source, a worker opens one link to each decode worker that a router names, at the latest when a request needs it
+and at the earliest when a router says Meet: Hello, Welcome, fingerprints compared, route chosen and proven by its
+preflight. As a destination, it answers the links that others open. Handoff messages go straight to the engine loop.
+
+The end of a link is the end of the peer's process or of the way to it. The transfer agent then closes the routes, which
+returns only when nothing of them can be in flight, and only then the engine is told that the peer is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgspec
+
+from slipstream import wire
+from slipstream.engine.core import EngineCore
+from slipstream.engine.loop import Event
+from slipstream.errors import LayoutMismatch, PeerLost
+from slipstream.stream import Link
+from slipstream.transfer import peer as handshake
+from slipstream.transfer.agent import TransferAgent
+from slipstream.transfer.transports.base import Exports
+
+logger = logging.getLogger(__name__)
+
+_from_destination = wire.Decoder(wire.FromDestination)
+
+
+class Peers:
+    """All links of one worker to other workers. Lives on the IO thread's event loop.
+
+    `post` puts an event into the engine loop; `on_routes` is called when the set of routes changed.
+    """
+
+    def __init__(
+        self,
+        info: wire.WorkerInfo,
+        agent: TransferAgent,
+        post: Callable[[Event], None],
+        on_routes: Callable[[], None],
+    ) -> None:
+        self._info = info
+        self._agent = agent
+        self._post = post
+        self._on_routes = on_routes
+        self._opening: dict[str, asyncio.Task[str]] = {}  # wire address -> peer id
+        self._links: dict[tuple[str, bool], Link] = {}  # (peer id, I am the source) -> link
+        self._readers: set[asyncio.Task[None]] = set()
+        self.routes: dict[str, wire.RouteReport] = {}  # peer id -> report
+
+    def send(self, peer: str, message: wire.Message, *, as_source: bool) -> None:
+        """Sends to a live peer; a lost one is reported to the engine by its reader, so nothing is said here."""
+        link = self._links.get((peer, as_source))
+        if link is not None:
+            link.send(message)
+
+    async def open(self, address: str) -> str:
+        """The id of the worker at `address`, linked and with a proven route. Raises SlipstreamError."""
+        task = self._opening.get(address)
+        if task is None:
+            task = asyncio.create_task(self._open(address))
+            self._opening[address] = task
+            task.add_done_callback(partial(self._opened, address))
+        return await asyncio.shield(task)
+
+    def _opened(self, address: str, task: asyncio.Task[str]) -> None:
+        if (task.cancelled() or task.exception() is not None) and self._opening.get(address) is task:
+            del self._opening[address]
+
+    async def _open(self, address: str) -> str:
+        try:
+            link = await Link.connect(address, _from_destination)
+        except (OSError, TimeoutError) as error:
+            raise PeerLost(f"cannot reach the decode worker at {address}: {error or 'timed out'}") from error
+        try:
+            peer, report = await self._introduce(link)
+        except BaseException:
+            link.close()
+            raise
+        self._links[peer.id, True] = link
+        self.routes[peer.id] = report
+        logger.info(
+            "route to %s: %s, %.1f GB/s, %.0f us%s",
+            peer.name,
+            report.transport,
+            report.gb_per_s,
+            report.latency_us,
+            "".join(f"; not {name}: {reason}" for name, reason in report.rejected.items()),
+        )
+        self._on_routes()
+        self._start(self._read_destination(link, address, peer.id))
+        return peer.id
+
+    async def _introduce(self, link: Link) -> tuple[wire.WorkerInfo, wire.RouteReport]:
+        hello = wire.Hello(
+            kind="worker", id=self._info.id, version=self._info.version, info=self._info, regions=self._regions()
+        )
+        link.send(hello)
+        answer = await asyncio.wait_for(link.receive(), 10.0)
+        if isinstance(answer, wire.Rejected):
+            raise LayoutMismatch(answer.message)
+        if not isinstance(answer, wire.Welcome):
+            raise PeerLost(link.lost_because or f"{link.label} answered Hello with {type(answer).__name__}")
+        exports = decode_exports(answer.regions)
+        report = await handshake.open_as_source(link, self._agent, answer.info.id, exports)
+        return answer.info, msgspec.structs.replace(report, peer=answer.info.name)
+
+    async def _read_destination(self, link: Link, address: str, peer: str) -> None:
+        while (message := await link.receive()) is not None:
+            self._post(partial(EngineCore.from_destination, peer_id=peer, message=message))
+        logger.warning("decode worker lost: %s", link.lost_because)
+        self._opening.pop(address, None)
+        await self._lost(peer, as_source=True)
+
+    # ------------------------------------------------------------------------------------------- as a destination
+
+    async def accept(self, link: Link, hello: wire.Hello) -> None:
+        """Serves a link that another worker opened, until it ends."""
+        problem = self._mismatch(hello)
+        if problem:
+            logger.warning("refused %s: %s", link.label, problem)
+            link.send(wire.Rejected(code=LayoutMismatch.code, message=problem))
+            link.close()
+            return
+        assert hello.info is not None
+        peer = hello.info.id
+        link.label = f"{hello.info.name} ({hello.info.wire})"
+        self._links[peer, False] = link
+        link.send(wire.Welcome(info=self._info, regions=self._regions()))
+        probes = handshake.DestinationProbes(link, self._agent, peer, decode_exports(hello.regions))
+        try:
+            while (message := await link.receive()) is not None:
+                if not await probes.handle(message):
+                    self._post(partial(EngineCore.from_source, peer_id=peer, message=message))
+        finally:
+            await probes.close()
+            logger.info("prefill worker gone: %s", link.lost_because)
+            await self._lost(peer, as_source=False)
+
+    def _mismatch(self, hello: wire.Hello) -> str:
+        if hello.protocol != wire.PROTOCOL:
+            return (
+                f"protocol version differs: this worker speaks {wire.PROTOCOL}, {hello.id} speaks {hello.protocol}. "
+                "Run the same slipstream version everywhere."
+            )
+        if hello.info is None:
+            return "a worker's Hello must carry its info"
+        return mismatch(self._info, hello.info)
+
+    async def _lost(self, peer: str, *, as_source: bool) -> None:
+        self._links.pop((peer, as_source), None)
+        if as_source:
+            self.routes.pop(peer, None)
+            await asyncio.to_thread(self._agent.disconnect, peer)
+            self._post(partial(EngineCore.destination_lost, peer_id=peer))
+            self._on_routes()
+        else:
+            await asyncio.to_thread(self._agent.source_gone, peer)
+            self._post(partial(EngineCore.source_lost, peer_id=peer))
+
+    def _regions(self) -> list[msgspec.Raw]:
+        return [msgspec.Raw(msgspec.msgpack.encode(self._agent.exports()))]
+
+    def _start(self, coroutine: object) -> None:
+        task = asyncio.ensure_future(coroutine)  # type: ignore[arg-type]
+        self._readers.add(task)
+        task.add_done_callback(self._readers.discard)
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close()
+
+
+def decode_exports(regions: Sequence[msgspec.Raw]) -> list[Exports]:
+    return [msgspec.msgpack.decode(region, type=Exports) for region in regions]
+
+
+def mismatch(mine: wire.WorkerInfo, theirs: wire.WorkerInfo) -> str:
+    """Why two workers cannot exchange KV pages, in one sentence with the remedy; empty when they can."""
+    if mine.fingerprint == theirs.fingerprint:
+        return ""
+    return (
+        f"KV layouts differ: {mine.name} has {mine.fingerprint_text}; {theirs.name} has {theirs.fingerprint_text}. "
+        "Start both with the same model, --dtype and --page-tokens."
+    )

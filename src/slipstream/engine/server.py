@@ -1,0 +1,357 @@
+"""The IO thread of a worker: one asyncio loop for its HTTP port, its message port and all links.
+
+Routers and prefill workers connect to the message port; the first message tells which. What they ask is posted to the
+engine loop; what the engine loop hands out is sent from here. KV bytes never come this way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+import uvicorn
+
+from slipstream import wire
+from slipstream.engine.core import EngineCore
+from slipstream.engine.effects import CopyPages, Effect, ToPeer, ToRouter
+from slipstream.engine.http import WorkerViews, create_app
+from slipstream.engine.loop import Event
+from slipstream.engine.metrics import WorkerMetrics
+from slipstream.engine.peers import Peers
+from slipstream.errors import SlipstreamError, WorkerLost
+from slipstream.stream import Link
+from slipstream.transfer.agent import TransferAgent
+
+logger = logging.getLogger(__name__)
+
+STATUS_INTERVAL_S = 0.05
+T = TypeVar("T")
+
+_to_worker = wire.Decoder(wire.ToWorker)
+
+
+class WorkerServer:
+    """Sockets and links of one worker.
+
+    `start` binds and serves at once, so that `/health` can say "loading"; `attach` opens the message port's doors
+    when there is an engine behind it.
+    """
+
+    def __init__(self, host: str, port: int, wire_port: int, heartbeat_s: float, metrics: WorkerMetrics) -> None:
+        self.http_socket = listen(host, port)
+        self.wire_socket = listen(host, wire_port)
+        self.metrics = metrics
+        self.state = "loading"
+        self.info: wire.WorkerInfo | None = None
+        self.router_ids: set[str] = set()
+        self._heartbeat_s = heartbeat_s
+        self._routers: dict[str, Link] = {}
+        self._pending: dict[tuple[str, int], asyncio.Task[None]] = {}  # submits that wait for their peer's link
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._status_timer: asyncio.TimerHandle | None = None
+        self._aio = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="slipstream-io", daemon=True)
+        self._post: Callable[[Event], None] | None = None
+        self._peers: Peers | None = None
+        self._http: uvicorn.Server | None = None
+
+    # ---------------------------------------------------------------------------------------------- life
+
+    def start(self) -> None:
+        self._thread.start()
+        self.call(self._serve_http()).result()
+
+    def attach(self, info: wire.WorkerInfo, agent: TransferAgent, post: Callable[[Event], None]) -> None:
+        """Opens the message port. Called once, when the engine is there."""
+
+        async def open_port() -> None:
+            self._post = post
+            self._peers = Peers(info, agent, post, self._publish_soon)
+            self.info = info
+            await asyncio.start_server(self._accept, sock=self.wire_socket)
+            self._spawn(self._heartbeat())
+
+        self.call(open_port()).result()
+
+    def stop(self) -> None:
+        """Closes all ports and links and ends the thread."""
+        if self._thread.is_alive():
+            self.call(self._close()).result()
+            self._aio.call_soon_threadsafe(self._aio.stop)
+            self._thread.join()
+        self.http_socket.close()
+        self.wire_socket.close()
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._aio)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._aio)
+        self._aio.run_forever()
+        self._aio.run_until_complete(self._aio.shutdown_asyncgens())
+        self._aio.close()
+
+    async def _close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        for link in self._routers.values():
+            link.close()
+        if self._peers is not None:
+            self._peers.close()
+        if self._http is not None:
+            self._http.should_exit = True
+        await asyncio.sleep(0)
+
+    def _spawn(self, coroutine: Awaitable[Any]) -> asyncio.Task[Any]:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _serve_http(self) -> None:
+        views = WorkerViews(
+            state=lambda: self.state,
+            info=lambda: self.info,
+            status=self._ask_status,
+            audit=self._ask_audit,
+            routes=lambda: [msgspec.to_builtins(report) for report in self.routes()],
+            registry=self.metrics.registry,
+        )
+        config = uvicorn.Config(
+            create_app(views), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
+        )
+        self._http = uvicorn.Server(config)
+        self._spawn(self._http.serve(sockets=[self.http_socket]))
+
+    # ---------------------------------------------------------------------------------------------- links
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        name = "{}:{}".format(*writer.get_extra_info("peername")[:2])
+        link = Link(reader, writer, _to_worker, name)
+        self._spawn(self._serve(link))
+
+    async def _serve(self, link: Link) -> None:
+        hello = await link.receive()
+        if not isinstance(hello, wire.Hello):
+            logger.warning("%s did not begin with Hello; closing", link.label)
+            link.close()
+        elif hello.kind == "worker" and self._peers is not None:
+            await self._peers.accept(link, hello)
+        else:
+            await self._serve_router(link, hello)
+
+    async def _serve_router(self, link: Link, hello: wire.Hello) -> None:
+        assert self.info is not None
+        assert self._post is not None
+        if hello.protocol != wire.PROTOCOL:
+            text = f"protocol version differs: this worker speaks {wire.PROTOCOL}, the router {hello.protocol}"
+            link.send(wire.Rejected(code="layout_mismatch", message=text))
+            link.close()
+            return
+        link.label = f"router {hello.id}"
+        link.send(wire.Welcome(info=self.info))
+        self._routers[hello.id] = link
+        self.router_ids.add(hello.id)
+        logger.info("router %s connected", hello.id)
+        self._post(lambda core: self._publish(core, reset=True))
+        try:
+            while (message := await link.receive()) is not None:
+                self._from_router(hello.id, link, message)
+        finally:
+            logger.info("router %s gone: %s", hello.id, link.lost_because)
+            if self._routers.get(hello.id) is link:
+                del self._routers[hello.id]
+                self.router_ids.discard(hello.id)
+                self._post(partial(EngineCore.router_lost, router=hello.id))
+
+    def _from_router(self, router: str, link: Link, message: wire.Message) -> None:
+        assert self._post is not None
+        match message:
+            case wire.Submit():
+                self._submit(router, link, message)
+            case wire.Abort(request=request, attempt=attempt):
+                pending = self._pending.pop((request, attempt), None)
+                if pending is not None:
+                    pending.cancel()
+                self._post(partial(EngineCore.abort, request_id=request, attempt=attempt))
+            case wire.Ping(n=n):
+                link.send(wire.Pong(n=n))
+            case wire.Meet(peers=peers):
+                for address in peers:
+                    self._spawn(self._meet(address))
+            case wire.Drain():
+                self.state = "draining"
+                self._post(EngineCore.drain)
+                self._publish_soon()
+            case _:
+                logger.warning("router %s sent %s, which has no meaning here", router, type(message).__name__)
+
+    def _submit(self, router: str, link: Link, message: wire.Submit) -> None:
+        assert self._post is not None
+        if message.decode_at is None:
+            self._post(partial(EngineCore.submit, request=message.request, router=router, decode_at=None))
+            return
+        key = (message.request.id, message.request.attempt)
+        task = self._spawn(self._submit_to_peer(router, link, message, message.decode_at))
+        self._pending[key] = task
+        task.add_done_callback(lambda _: self._pending.pop(key, None))
+
+    async def _submit_to_peer(self, router: str, link: Link, message: wire.Submit, address: str) -> None:
+        assert self._peers is not None
+        assert self._post is not None
+        request = message.request
+        try:
+            peer = await self._peers.open(address)
+        except SlipstreamError as error:
+            link.send(
+                wire.Failed(
+                    request=request.id,
+                    attempt=request.attempt,
+                    code=WorkerLost.code,
+                    message=error.message,
+                    retriable=True,
+                )
+            )
+            return
+        self._post(partial(EngineCore.submit, request=request, router=router, decode_at=peer))
+
+    async def _meet(self, address: str) -> None:
+        assert self._peers is not None
+        try:
+            await self._peers.open(address)
+        except SlipstreamError as error:
+            logger.warning("no route to %s: %s", address, error.message)
+
+    # ---------------------------------------------------------------------------------------------- out
+
+    def deliver(self, effects: list[Effect]) -> None:
+        """Sends messages of the engine loop; called on the loop thread."""
+        if effects:
+            self._aio.call_soon_threadsafe(self._send, effects)
+
+    def _send(self, effects: list[Effect]) -> None:
+        assert self._peers is not None
+        for effect in effects:
+            match effect:
+                case ToRouter(router=router, message=message):
+                    link = self._routers.get(router)
+                    if link is not None:
+                        link.send(message)
+                case ToPeer(peer=peer, as_source=as_source, message=message):
+                    self._peers.send(peer, message, as_source=as_source)
+                case CopyPages():
+                    raise AssertionError("copies go to the transfer agent")
+        self._publish_soon()
+
+    def _publish_soon(self) -> None:
+        """Has the load published at most every STATUS_INTERVAL_S."""
+        if self._status_timer is None and self._routers:
+            self._status_timer = self._aio.call_later(STATUS_INTERVAL_S, self._publish_now)
+
+    def _publish_now(self) -> None:
+        self._status_timer = None
+        if self._post is not None:
+            self._post(self._publish)
+
+    def _publish(self, core: EngineCore, *, reset: bool = False) -> None:
+        """Runs on the loop thread: the core's load and cache changes, to every router."""
+        status = core.status(reset=reset)
+        self.metrics.status(status)
+        self._aio.call_soon_threadsafe(self._broadcast, status)
+
+    def _broadcast(self, status: wire.Status) -> None:
+        status.routes = self.routes()
+        self.metrics.routes(status.routes)
+        for link in self._routers.values():
+            link.send(status)
+
+    async def _heartbeat(self) -> None:
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            self._publish_now()
+
+    def routes(self) -> list[wire.RouteReport]:
+        return list(self._peers.routes.values()) if self._peers is not None else []
+
+    # ---------------------------------------------------------------------------------------------- questions
+
+    async def _ask_status(self) -> wire.Status:
+        return await self._ask(lambda core: core.load())
+
+    async def _ask_audit(self) -> dict[str, Any]:
+        return await self._ask(lambda core: msgspec.to_builtins(core.audit()))
+
+    async def _ask(self, question: Callable[[EngineCore], T]) -> T:
+        """The answer of the core, computed on the loop thread between two steps."""
+        assert self._post is not None
+        answer: asyncio.Future[T] = self._aio.create_future()
+
+        def ask(core: EngineCore) -> None:
+            value = question(core)
+            self._aio.call_soon_threadsafe(lambda: answer.cancelled() or answer.set_result(value))
+
+        self._post(ask)
+        return await answer
+
+    # ---------------------------------------------------------------------------------------------- joining
+
+    def join(self, router_url: str) -> None:
+        """Registers with a router, again and again until it has connected, and anew when it is gone."""
+        self._aio.call_soon_threadsafe(lambda: self._spawn(self._join(router_url.rstrip("/"))))
+
+    async def _join(self, url: str) -> None:
+        assert self.info is not None
+        joined = None
+        said = ""
+        while True:
+            if joined is None or joined not in self._routers:
+                try:
+                    joined = await asyncio.to_thread(register, url, self.info.http)
+                    said = ""
+                except (OSError, ValueError) as error:
+                    if str(error) != said:
+                        said = str(error)
+                        logger.info("waiting for the router at %s: %s", url, said)
+            await asyncio.sleep(self._heartbeat_s if joined in self._routers else 0.25)
+
+
+def register(router_url: str, worker_url: str) -> str:
+    """Asks a router to connect to this worker; returns the router's id. Raises OSError or ValueError."""
+    request = urllib.request.Request(
+        f"{router_url}/workers",
+        data=json.dumps({"url": worker_url}).encode(),
+        headers={"content-type": "application/json"},
+        method="POST",
+    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=5) as answer:
+            return str(json.loads(answer.read())["router"])
+    except urllib.error.HTTPError as error:
+        raise ValueError(f"it answered {error.code}: {error.read(500).decode(errors='replace')}") from error
+    except KeyError as error:
+        raise ValueError("its answer does not name a router") from error
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket; raises ConfigError-like OSError with the address in it."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(1024)
+    except OSError:
+        sock.close()
+        raise
+    sock.setblocking(False)
+    return sock

@@ -1,0 +1,211 @@
+"""A worker: one model on one device, one scheduler, one KV pool; three threads.
+
+    IO thread      sockets: HTTP port, message port, links to routers and peers        engine/server.py
+    loop thread    receive, schedule, compute, settle, deliver                          engine/loop.py
+    mover thread   copies KV pages to peers                                             transfer/agent.py
+
+`start` opens the HTTP port, loads the model, makes the pool and opens the message port; `stop` drains and takes it all
+down. Nothing is process-wide, so that two workers fit in one interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from slipstream.config import EngineConfig, TransferConfig, WorkerConfig
+from slipstream.engine.core import EngineCore
+from slipstream.engine.effects import CopyPages, Effect
+from slipstream.engine.loop import EngineLoop
+from slipstream.engine.metrics import WorkerMetrics
+from slipstream.engine.server import WorkerServer
+from slipstream.errors import ConfigError
+from slipstream.run.engine_model import OpenedModel, open_model
+from slipstream.transfer.agent import CopyJob, TransferAgent
+from slipstream.version import __version__
+from slipstream.wire import WorkerInfo
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+
+
+class Worker:
+    """One engine behind its two ports.
+
+    `start` blocks until the worker can serve; it raises SetupError when it cannot (the message says why and what to
+    do). `info` is set from then on. `wait` blocks until `stop` is called or the engine fails, and says which.
+    """
+
+    def __init__(self, engine: EngineConfig, worker: WorkerConfig, transfer: TransferConfig) -> None:
+        self._engine = engine
+        self._worker = worker
+        self._transfer = transfer
+        self._metrics = WorkerMetrics()
+        self._closing = contextlib.ExitStack()
+        self._ended = threading.Event()
+        self._failure: BaseException | None = None
+        self._server: WorkerServer | None = None
+        self._loop: EngineLoop | None = None
+        self._info: WorkerInfo | None = None
+        self._transports: dict[str, str] = {}
+
+    @property
+    def info(self) -> WorkerInfo:
+        if self._info is None:
+            raise RuntimeError("the worker has not started")
+        return self._info
+
+    # ---------------------------------------------------------------------------------------------- life
+
+    def start(self, progress: Progress | None = None) -> None:
+        try:
+            self._start(progress)
+        except BaseException:
+            self._closing.close()
+            raise
+
+    def _start(self, progress: Progress | None) -> None:
+        config = self._worker
+        try:
+            server = WorkerServer(config.host, config.port, config.wire_port, config.heartbeat_s, self._metrics)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {config.host} port {config.port or config.wire_port}: {error.strerror}. "
+                "Choose another --port (0 takes a free one) or --host."
+            ) from error
+        self._server = server
+        self._closing.callback(server.stop)
+        server.start()
+
+        opened = open_model(self._engine, progress)
+        pool = opened.allocate_pool(probe_bytes=self._transfer.preflight_bytes)
+        self._closing.callback(pool.close)
+        agent = TransferAgent(pool.region, opened.layout, self._transfer, on_done=self._copied)
+        self._closing.callback(agent.close)
+        max_model_len = opened.max_model_len(pool.region.pages)
+        core = EngineCore(
+            opened.layout, pool.region.pages, self._engine, eos_ids=opened.config.eos_ids, max_model_len=max_model_len
+        )
+        loop = EngineLoop(
+            core,
+            opened.runner(pool.region, self._engine.max_sequences),
+            deliver=self._deliver,
+            on_step=self._metrics.step,
+            on_failure=self._failed,
+        )
+        self._agent, self._loop = agent, loop
+        self._info = self._describe(opened, pool.region.pages, max_model_len, server)
+        self._closing.callback(loop.stop)
+        loop.start()
+        server.attach(self._info, agent, loop.post)
+        server.state = "ready"
+        if config.join:
+            server.join(config.join)
+
+    def _describe(self, opened: OpenedModel, pages: int, max_model_len: int, server: WorkerServer) -> WorkerInfo:
+        config = self._worker
+        host = advertised(config.host)
+        http = "http://{}:{}".format(host, server.http_socket.getsockname()[1])
+        return WorkerInfo(
+            id=uuid.uuid4().hex[:12],
+            name=config.name or f"{config.role}:{server.http_socket.getsockname()[1]}",
+            role=config.role,
+            wire=f"{host}:{server.wire_socket.getsockname()[1]}",
+            http=http,
+            model=self._engine.model,
+            served_name=opened.served_name,
+            fingerprint=opened.layout.fingerprint,
+            fingerprint_text=opened.layout.fingerprint_text,
+            page_tokens=opened.layout.page_tokens,
+            max_model_len=max_model_len,
+            pages=pages,
+            max_sequences=self._engine.max_sequences,
+            devices=[opened.device_name],
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            version=__version__,
+        )
+
+    def wait(self) -> bool:
+        """Blocks until the worker ends; True when it was stopped, False when its engine failed."""
+        self._ended.wait()
+        return self._failure is None
+
+    def stop(self, drain_s: float = 0.0) -> None:
+        """Finishes what is here for up to `drain_s` seconds, then ends all threads and frees the pool."""
+        if self._loop is not None and self._server is not None and drain_s > 0 and self._failure is None:
+            self._server.state = "draining"
+            self._loop.post(EngineCore.drain)
+            deadline = time.monotonic() + drain_s
+            while not self._idle() and time.monotonic() < deadline:
+                time.sleep(0.02)
+        self._closing.close()
+        self._ended.set()
+
+    def _idle(self) -> bool:
+        """Asks the engine, between two of its steps, whether it has anything left to do."""
+        assert self._loop is not None
+        answer: list[bool] = []
+        asked = threading.Event()
+
+        def ask(core: EngineCore) -> None:
+            answer.append(core.idle)
+            asked.set()
+
+        self._loop.post(ask)
+        return asked.wait(5.0) and answer[0]
+
+    def _failed(self, error: BaseException) -> None:
+        """The engine is broken: cut all links, so that routers continue the requests elsewhere at once."""
+        self._failure = error
+        assert self._server is not None
+        self._server.state = f"failed: {error}"
+        threading.Thread(target=self.stop, name="slipstream-fail", daemon=True).start()
+
+    # ---------------------------------------------------------------------------------------------- between threads
+
+    def _deliver(self, effects: list[Effect]) -> None:
+        """Loop thread: copies to the mover, messages to the IO thread, each in order."""
+        assert self._server is not None
+        messages: list[Effect] = []
+        for effect in effects:
+            if isinstance(effect, CopyPages):
+                self._agent.submit(CopyJob(effect.peer, effect.xfer, effect.source_pages, effect.destination_pages))
+            else:
+                messages.append(effect)
+        self._server.deliver(messages)
+
+    def _copied(self, job: CopyJob, error: str | None) -> None:
+        """Mover thread: one job is over."""
+        assert self._loop is not None
+
+        def settle(core: EngineCore) -> None:
+            if error is None:
+                core.copies_done(job.peer, job.xfer, len(job.source_pages))
+            else:
+                logger.warning("copy of transfer %d to %s failed: %s", job.xfer, job.peer, error)
+                core.copies_failed(job.peer, job.xfer, error)
+
+        self._loop.post(settle)
+
+    def __enter__(self) -> Worker:
+        self.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.stop()
+
+
+def advertised(host: str) -> str:
+    """The address that others should use for a worker listening on `host`."""
+    if host in ("0.0.0.0", "::", ""):
+        return socket.gethostbyname(socket.gethostname())
+    return f"[{host}]" if ":" in host else host
