@@ -138,3 +138,22 @@ class FrontConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["debug", "info", "warning", "error"], Meta(description="Least severe log line to print.")
     ] = "info"
     log_format: Annotated[LogFormat, Meta(description="Log lines for people (`text`) or programs (`json`).")] = "text"
+
+
+class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole cluster on this machine: which workers on which devices, and how it starts, heals and ends."""
+
+    prefill: Annotated[
+        str, Meta(description="Prefill workers of `serve`: a count (`2`) or devices (`cpu`, `2xcpu`, `cuda:0,1`).")
+    ] = ""
+    decode: Annotated[str, Meta(description="Decode workers of `serve`, written like --prefill.")] = ""
+    both: Annotated[str, Meta(description="Workers of `serve` for both roles, written like --prefill.")] = ""
+    drain_s: Annotated[
+        float, Meta(ge=0, description="How long requests under way may take to finish after Ctrl-C or SIGTERM.")
+    ] = 30.0
+    start_timeout_s: Annotated[
+        float, Meta(gt=0, description="`serve` gives up when no request can be served after this time.")
+    ] = 900.0
+    max_failures: Annotated[
+        int, Meta(ge=1, description="`serve` gives up when a process ends this often in a row soon after its start.")
+    ] = 5

@@ -1,0 +1,80 @@
+"""Command-line options made from settings.
+
+Options carry texts; `slipstream.settings` turns them into values, so that a wrong flag, a wrong variable and a wrong
+line in a file are refused in the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import click
+import msgspec.inspect as inspect
+
+from slipstream import settings
+from slipstream.errors import ConfigError
+from slipstream.settings import Resolved, Scope, Setting
+
+
+def with_settings(scope: Scope) -> Callable[[click.Command], click.Command]:
+    """Adds one option for each setting of the scope, and `--config`."""
+
+    def add(command: click.Command) -> click.Command:
+        command.params.append(
+            click.Option(["--config"], metavar="FILE", help="TOML file with settings; flags and variables go before it.")
+        )
+        command.params.extend(_option(setting) for setting in scope)
+        return command
+
+    return add
+
+
+def _option(setting: Setting) -> click.Option:
+    if setting.is_switch:
+        shown = f"{setting.flag}/--no-{setting.flag.removeprefix('--')}"
+        return click.Option([shown], default=None, help=_help(setting))
+    return click.Option(
+        [setting.flag], multiple=setting.is_list, default=None, metavar=_metavar(setting), help=_help(setting)
+    )
+
+
+def _metavar(setting: Setting) -> str:
+    kind = setting.kind
+    if isinstance(kind, inspect.LiteralType):
+        return "[" + "|".join(str(value) for value in sorted(kind.values, key=str)) + "]"
+    if isinstance(kind, inspect.IntType):
+        return "N"
+    if isinstance(kind, inspect.FloatType):
+        return "X"
+    return "TEXT"
+
+
+def _help(setting: Setting) -> str:
+    if setting.default in ("", ()):
+        return setting.description
+    shown = str(setting.default).lower() if isinstance(setting.default, bool) else setting.default
+    return f"{setting.description}  [default: {shown}]"
+
+
+def resolve(scope: Scope, model: str | None, options: dict[str, Any]) -> Resolved:
+    """The settings of a command from its options and, where it has one, its MODEL argument.
+
+    Prints the warnings. Raises ConfigError.
+    """
+    config_file = options.pop("config", None)
+    if model is not None:
+        also = options.get("model")
+        if also is not None and also != model:
+            raise ConfigError(f"the model is given twice: {model!r} and --model {also!r}; leave one of them out.")
+        options["model"] = model
+    resolved = settings.resolve(scope, options, config_file=config_file)
+    for warning in resolved.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    return resolved
+
+
+def lines(texts: Iterable[str]) -> None:
+    """Prints lines on standard output."""
+    for text in texts:
+        click.echo(text)

@@ -1,0 +1,70 @@
+"""Log lines: one line an event, for people or for programs.
+
+A process calls `set_up` once, at its edge. Text lines are `12:34:56.789 warning router: message`; JSON lines carry
+`time` (seconds since 1970), `level`, `process`, `logger`, `message`, and whatever the caller put into `extra`. A
+message or traceback of several lines stays one line in JSON and is indented in text, so that a line that does not
+begin with a time always belongs to the one above.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Any, TextIO
+
+import msgspec
+
+from slipstream.config import LogFormat
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
+
+
+class TextFormatter(logging.Formatter):
+    """For people: time, level unless it is info, logger, message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        level = "" if record.levelno == logging.INFO else record.levelname.lower() + " "
+        name = record.name.removeprefix("slipstream.")
+        lines = record.getMessage().splitlines() or [""]
+        if record.exc_info:
+            lines += self.formatException(record.exc_info).splitlines()
+        return f"{clock}.{int(record.msecs):03d} {level}{name}: " + "\n    ".join(lines)
+
+
+class JsonFormatter(logging.Formatter):
+    """For programs: one JSON object a line."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        event: dict[str, Any] = {
+            "time": round(record.created, 6),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            event["exception"] = self.formatException(record.exc_info)
+        event.update({key: value for key, value in vars(record).items() if key not in _STANDARD})
+        return msgspec.json.encode(event, enc_hook=str).decode()
+
+
+def set_up(level: str, log_format: LogFormat, process: str, stream: TextIO | None = None) -> None:
+    """Sends all log records of this process from `level` on to `stream` (standard error unless given).
+
+    Libraries speak up from warning on, whatever `level` is; slipstream's own loggers follow it.
+    """
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter())
+    root = logging.getLogger()
+    for old in root.handlers[:]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logging.getLogger("slipstream").setLevel(level.upper())
+    logging.captureWarnings(True)
