@@ -185,6 +185,47 @@ class Pong(Message):
     n: int
 
 
+# ---------------------------------------------------------------------------------------------------- preflight
+# Between Welcome and the first Offer, from source to destination, once for each transport tried on each pair of ranks.
+
+
+class ProbeOpen(Message):
+    """Source to destination: may I write into your probe area? The answer waits until no other probe uses it."""
+
+    probe: int
+    destination_rank: int = 0
+
+
+class ProbeGrant(Message):
+    """Destination to source: write here, and nowhere else. `error` says why not."""
+
+    probe: int
+    offset: int = 0
+    bytes: int = 0
+    error: str = ""
+
+
+class ProbeWritten(Message):
+    """Source to destination: the pattern of this seed is in place, `bytes` bytes of it; look."""
+
+    probe: int
+    seed: int
+    bytes: int
+
+
+class ProbeResult(Message):
+    """Destination to source: what I found in my memory; an empty `error` means exactly the pattern."""
+
+    probe: int
+    error: str = ""
+
+
+class ProbeClose(Message):
+    """Source to destination: no write of this probe is in flight or will come; the area is free."""
+
+    probe: int
+
+
 # ---------------------------------------------------------------------------------------------------- the handoff
 # Source P, destination D. `xfer` is chosen by P, unique within the link. See docs/protocol.md.
 
@@ -268,9 +309,10 @@ class Released(Message):
 
 FromRouter = Hello | Submit | Abort | Drain | Meet | Ping
 ToRouter = Welcome | Rejected | StepOutput | Failed | Adopted | Status | Pong
-FromSource = Hello | Offer | Commit | Cancel | Released | Ping
-FromDestination = Welcome | Rejected | Grant | Defer | Refuse | Accepted | Revoke | Pong
-ToWorker = Hello | Submit | Abort | Drain | Meet | Ping | Offer | Commit | Cancel | Released
+Probe = ProbeOpen | ProbeWritten | ProbeClose
+FromSource = Hello | Probe | Offer | Commit | Cancel | Released | Ping
+FromDestination = Welcome | Rejected | ProbeGrant | ProbeResult | Grant | Defer | Refuse | Accepted | Revoke | Pong
+ToWorker = Hello | Submit | Abort | Drain | Meet | Ping | Probe | Offer | Commit | Cancel | Released
 
 _encoder = msgspec.msgpack.Encoder()
 

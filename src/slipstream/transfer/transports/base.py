@@ -6,19 +6,29 @@
     poll     which tickets are done, or failed as a whole
     close    end it; afterwards no write of mine is in flight
 
-A transport is driven by one thread (the mover); only `export` may be called from elsewhere. It never retries, never
-falls back and never chooses: `transfer.route` does. A ticket owns its source and destination memory until it is done
-or failed; a failed ticket is reported only when nothing of it can still arrive.
+A transport is driven by one thread (the mover), which sleeps on the transport's `fileno` and polls when that is
+readable. Only `export`, `admit` and `cut_off` may be called from elsewhere, and `open` when `open_blocks` says so. A
+transport never retries, never falls back and never chooses: `transfer.route` does. A ticket owns its source and
+destination memory until it is done or failed; a failed ticket is reported only when nothing of it can still arrive.
+
+A module of a transport has a function `create(context: Context) -> Transport`, which raises RouteUnavailable when the
+transport cannot be used by this process at all; `transfer.transports.load` finds it by name.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+from slipstream.config import TransferConfig
+
+if TYPE_CHECKING:
+    from slipstream.transfer.transports.local import Neighbourhood
 
 MemoryKind = Literal["cpu", "cuda"]
 
@@ -65,8 +75,9 @@ class Exports(msgspec.Struct, frozen=True, kw_only=True):
     pages: int
     probe_offset: int
     probe_bytes: int
-    machine: str  # equal for processes that share memory: boot id and namespace
+    machine: str  # equal for processes of one running kernel (its boot id); what they share, opening proves
     process: str  # unique a process
+    agent: str  # unique a transfer agent: the name under which this rank opens the memory of others
     descriptions: list[Description]
 
 
@@ -97,24 +108,66 @@ class Remote(Protocol):
     bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a transport is made from.
+
+    `agent` is the unique name of the transfer agent, `host` the address to listen on, `neighbours` the regions of this
+    process that may reach each other directly, None when there are none.
+    """
+
+    region: Region
+    config: TransferConfig
+    agent: str
+    host: str
+    neighbours: Neighbourhood | None = None
+
+
 class Transport(Protocol):
-    """One way to move bytes. Raises RouteUnavailable from `open` with the reason when it cannot serve the pair."""
+    """One way to move bytes. Raises RouteUnavailable from `open` with the reason when it cannot serve the pair.
+
+    `open_blocks`: opening waits for the peer, so it is called from a helper thread (one at a time) and not from the
+    mover, which has other peers to serve.
+    """
 
     name: ClassVar[str]
+    open_blocks: ClassVar[bool]
 
-    def export(self) -> bytes: ...
+    def export(self) -> bytes:
+        """The detail of a Description."""
+        ...
+
+    def admit(self, agent: str) -> None:
+        """From now on the agent of this name (`Exports.agent`) may open my memory; nobody else may."""
+        ...
+
+    def cut_off(self, agent: str) -> Future[None]:
+        """Ends what `admit` began; done when it is proven that no write of this agent can still arrive.
+
+        What is proof depends on the transport; a lapse of time never is. Cancelled by `shutdown`.
+        """
+        ...
+
+    def fileno(self) -> int:
+        """A descriptor that is readable whenever `poll` has something to do or to say."""
+        ...
 
     def open(self, exports: Exports, detail: bytes) -> Remote: ...
 
     def write(self, remote: Remote, runs: Runs, after: Any = None) -> int:
         """Starts the copy and returns its ticket. `after` is a device event that the source data are ready behind.
 
-        Raises ValueError when a run leaves either region: nothing is written then.
+        Raises ValueError when a run leaves either region, PeerLost when the remote is known to be gone: nothing is
+        written then.
         """
         ...
 
     def poll(self) -> list[Completion]: ...
 
-    def close(self, remote: Remote) -> None: ...
+    def close(self, remote: Remote) -> None:
+        """Ends this remote; its tickets come back from `poll`, failed, when nothing of them is in flight."""
+        ...
 
-    def shutdown(self) -> None: ...
+    def shutdown(self) -> None:
+        """Closes all remotes, cuts off all peers, ends all threads. Returns when that is so."""
+        ...
