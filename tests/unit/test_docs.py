@@ -1,0 +1,53 @@
+"""Documents that are made from code, or speak of it, say what the code does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from slipstream import settings
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def test_the_configuration_reference_is_what_the_structs_say():
+    written = (ROOT / "docs/configuration.md").read_text()
+    assert written == settings.reference(), "run: python -m slipstream.settings > docs/configuration.md"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_between_documents_lead_somewhere(document: Path):
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", document.read_text())
+    missing = [t for t in targets if "://" not in t and not (document.parent / t).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_flags_in_slipstream_commands_of_documents_exist(document: Path):
+    known = {setting.flag for setting in settings.SETTINGS} | {"--help", "--version", "--config"}
+    known |= {"--no-" + setting.flag[2:] for setting in settings.SETTINGS if setting.is_switch}
+    known |= generate_flags()
+    unknown = {
+        flag
+        for line in document.read_text().splitlines()
+        if "slipstream" in line
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", line)
+    } - known
+    assert unknown == set()
+
+
+def generate_flags() -> set[str]:
+    from slipstream.cli.generate import command
+
+    return {flag for parameter in command.params for flag in parameter.opts if flag.startswith("--")}
+
+
+def test_every_path_that_the_architecture_page_names_exists():
+    text = (ROOT / "docs/architecture.md").read_text()
+    named = re.findall(r"`((?:[a-z_]+/)+[a-z_]*(?:\.py)?|[a-z_]+\.py)`", text)
+    assert named, "the page names no files"
+    missing = [path for path in named if not (ROOT / "src/slipstream" / path).exists()]
+    assert missing == []

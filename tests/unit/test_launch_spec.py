@@ -1,0 +1,116 @@
+"""Which workers a spec means, on machines with and without GPUs."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.errors import ConfigError
+from slipstream.launch.devices import Gpu, Machine, select_visible
+from slipstream.launch.spec import Placement, place
+
+LAPTOP = Machine(cores=2)
+NAMES = ("GPU-aa00", "GPU-ab11", "GPU-bb22", "GPU-cc33")
+
+
+def server(gpus: int) -> Machine:
+    return Machine(cores=16, gpus=tuple(Gpu(i, NAMES[i], "H200", 140 << 30) for i in range(gpus)))
+
+
+def devices(machine: Machine, prefill="", decode="", both="", device="auto") -> dict[str, str]:
+    return {p.name: p.device for p in place(machine, prefill, decode, both, device)}
+
+
+def test_without_gpus_one_cpu_worker_prefills_and_one_decodes():
+    assert place(LAPTOP, "", "", "") == [
+        Placement("prefill-0", "prefill", "cpu"),
+        Placement("decode-0", "decode", "cpu"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [
+        (1, {"both-0": "cuda:0"}),
+        (2, {"prefill-0": "cuda:0", "decode-0": "cuda:1"}),
+        (3, {"prefill-0": "cuda:0", "decode-0": "cuda:1", "decode-1": "cuda:2"}),
+        (4, {"prefill-0": "cuda:0", "prefill-1": "cuda:1", "decode-0": "cuda:2", "decode-1": "cuda:3"}),
+    ],
+)
+def test_gpus_are_split_in_halves(gpus, expected):
+    assert devices(server(gpus)) == expected
+
+
+def test_a_device_for_all_is_obeyed():
+    assert devices(server(2), device="cpu") == {"prefill-0": "cpu", "decode-0": "cpu"}
+    assert devices(server(2), device="cuda:1") == {"both-0": "cuda:1"}
+    assert devices(server(2), prefill="1", decode="1", device="cuda:1") == {
+        "prefill-0": "cuda:1",
+        "decode-0": "cuda:1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("specs", "expected"),
+    [
+        ({"prefill": "2", "decode": "1"}, ["cuda:0", "cuda:1", "cuda:2"]),
+        ({"prefill": "0,1", "decode": "2,3"}, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
+        ({"prefill": "cuda:3", "decode": "cuda:0-2"}, ["cuda:3", "cuda:0", "cuda:1", "cuda:2"]),
+        ({"prefill": "1", "decode": "cuda:0"}, ["cuda:1", "cuda:0"]),
+        ({"prefill": "2xcpu", "decode": "cpu,cuda:1,2"}, ["cpu", "cpu", "cpu", "cuda:1", "cuda:2"]),
+        ({"both": "2xcuda:0"}, ["cuda:0", "cuda:0"]),
+        ({"both": "GPU-b"}, ["cuda:2"]),
+        ({"prefill": " 1 ", "decode": "1", "both": "1"}, ["cuda:0", "cuda:1", "cuda:2"]),
+        ({"prefill": "0", "decode": "0", "both": "1"}, ["cuda:0"]),
+    ],
+)
+def test_specs(specs, expected):
+    assert list(devices(server(4), **specs).values()) == expected
+
+
+@pytest.mark.parametrize(
+    ("machine", "specs", "words"),
+    [
+        (LAPTOP, {"prefill": "cuda:0", "decode": "1"}, ("--prefill cuda:0", "no cuda:0", "has cpu")),
+        (server(2), {"prefill": "1", "decode": "2"}, ("--decode 2", "only 1 GPU", "2xcuda:0")),
+        (server(2), {"both": "gpu0"}, ("--both gpu0", "neither a count nor a device", "cuda:1 (H200)")),
+        (server(2), {"both": "0,7"}, ("--both 0,7", "no cuda:7")),
+        (server(4), {"both": "cuda:3-1"}, ("runs backwards",)),
+        (server(4), {"both": "GPU-a"}, ("names 2 GPUs",)),
+        (server(4), {"both": "tp2@cuda:0,1"}, ("tensor parallel", "not built yet")),
+        (server(4), {"both": "cuda:"}, ("no GPU number",)),
+        (server(4), {"both": "cpu,,cpu"}, ("--both",)),
+        (LAPTOP, {"prefill": "2"}, ("only prefill workers", "--decode 1")),
+        (LAPTOP, {"decode": "2"}, ("only decode workers", "--prefill 1")),
+        (LAPTOP, {"both": "0"}, ("no worker is asked for",)),
+        (LAPTOP, {"both": "1", "device": "tpu"}, ("--device tpu",)),
+        (LAPTOP, {"both": "1", "device": "cuda"}, ("only 0 GPU",)),
+    ],
+)
+def test_a_wrong_spec_is_refused_with_what_exists(machine, specs, words):
+    with pytest.raises(ConfigError) as caught:
+        devices(machine, **specs)
+    assert all(word in caught.value.message for word in words), caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("visible", "uuids"),
+    [
+        (None, ["GPU-aa00", "GPU-ab11", "GPU-bb22"]),
+        ("", []),
+        ("2,0", ["GPU-bb22", "GPU-aa00"]),
+        ("GPU-bb,1", ["GPU-bb22", "GPU-ab11"]),
+        ("1,9,0", ["GPU-ab11"]),
+        ("GPU-a", []),
+        ("-1,0", []),
+    ],
+)
+def test_visible_devices_are_chosen_and_numbered_as_cuda_does(visible, uuids):
+    chosen = select_visible(list(server(3).gpus), visible)
+    assert [gpu.uuid for gpu in chosen] == uuids
+    assert [gpu.index for gpu in chosen] == list(range(len(uuids)))
+
+
+def test_gpus_that_torch_cannot_use_are_explained():
+    machine = Machine(cores=2, note="4 GPU(s) are left out: the installed torch is a build for CPUs")
+    with pytest.raises(ConfigError, match="build for CPUs"):
+        devices(machine, both="cuda:0")
