@@ -4,7 +4,11 @@
     ├── RequestError                the request is wrong or cannot be served now; has `param`
     │   ├── InvalidRequest          400  a field is missing, unknown or out of range
     │   ├── ContextTooLong          400  prompt plus max_tokens exceed the model's context
+    │   ├── Unauthorized            401  the API key is missing or wrong
     │   ├── ModelNotFound           404
+    │   ├── RouteNotFound           404  no such path, or no such thing under it
+    │   ├── MethodNotAllowed        405
+    │   ├── UnsupportedMediaType    415  the body is not application/json
     │   ├── RequestTooLarge         413  body over the limit
     │   ├── QueueFull               429  the cluster has as much work as it admits; retry later
     │   ├── ClientGone              499  the client closed the connection
@@ -68,6 +72,26 @@ class ContextTooLong(RequestError):
 class ModelNotFound(RequestError):
     code = "model_not_found"
     status = 404
+
+
+class Unauthorized(RequestError):
+    code = "invalid_api_key"
+    status = 401
+
+
+class RouteNotFound(RequestError):
+    code = "not_found"
+    status = 404
+
+
+class MethodNotAllowed(RequestError):
+    code = "method_not_allowed"
+    status = 405
+
+
+class UnsupportedMediaType(RequestError):
+    code = "unsupported_media_type"
+    status = 415
 
 
 class RequestTooLarge(RequestError):
@@ -160,7 +184,11 @@ REQUEST_ERRORS: dict[str, type[RequestError]] = {
         RequestError,
         InvalidRequest,
         ContextTooLong,
+        Unauthorized,
         ModelNotFound,
+        RouteNotFound,
+        MethodNotAllowed,
+        UnsupportedMediaType,
         RequestTooLarge,
         QueueFull,
         ClientGone,
