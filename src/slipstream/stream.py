@@ -76,6 +76,10 @@ class Link:
         """Sends what is queued, then ends the link."""
         self._writer.close()
 
+    def abort(self) -> None:
+        """Ends the link at once; what is queued is lost."""
+        self._writer.transport.abort()
+
     async def drain(self) -> None:
         """Waits until the peer has taken most of what is queued."""
         with contextlib.suppress(ConnectionError):

@@ -1,0 +1,295 @@
+"""The registry of workers: who is here, in which role, who can hand over to whom.
+
+A worker comes in by URL, from the configuration, from an operator, or from a worker that joins; each URL is looked
+after by one `RemoteWorker`. When a link opens, the fleet judges whether the worker may join (same model as the rest,
+not the same process under another URL) and tells the workers that may prefill which decode workers there are (Meet), so
+that links and preflights are done before a request needs them. From the routes that come back in Status it knows which
+pairs have met. A pair whose KV layouts differ is refused here, with both layouts in the log and in the worker's view,
+not at the first request.
+
+One task beats once a second: it pings each worker, judges silence, and lets time-dependent decisions be made again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Protocol
+
+from slipstream import wire
+from slipstream.errors import ConfigError, LayoutMismatch
+from slipstream.router.fetch import normalize
+from slipstream.router.place import Standing
+from slipstream.router.remote import RemoteWorker
+from slipstream.types import Role
+
+logger = logging.getLogger(__name__)
+
+MEET_GRACE_S = 2.0  # how long requests wait for a pair's first route before the pair is tried without one
+LOST_AFTER = 3  # missed heartbeats after which a worker on another machine is lost
+UNHEALTHY_AFTER = 5  # missed heartbeats after which a linked worker gets nothing new
+
+
+class FleetEvents(Protocol):
+    """What the owner of a fleet is told; all on the event loop."""
+
+    def worker_up(self, worker: RemoteWorker) -> None: ...
+
+    def worker_down(self, worker: RemoteWorker, reason: str) -> None: ...
+
+    def worker_message(self, worker: RemoteWorker, message: wire.Message) -> None:
+        """Any message but Status."""
+        ...
+
+    def fleet_changed(self) -> None:
+        """What can be placed where may have changed."""
+        ...
+
+
+class Fleet:
+    """All registered workers of one router. Used from one event loop only.
+
+    `patience_s` is how long after the first worker the fleet waits for a role that nobody has had yet before workers
+    of the other role are borrowed for it.
+    """
+
+    def __init__(self, router_id: str, events: FleetEvents, *, patience_s: float, heartbeat_s: float = 1.0) -> None:
+        self.router_id = router_id
+        self.workers: dict[str, RemoteWorker] = {}  # by URL
+        self.served_name = ""
+        self._events = events
+        self._patience_s = patience_s
+        self._heartbeat_s = heartbeat_s
+        self._by_id: dict[str, RemoteWorker] = {}
+        self._roles_seen: set[Role] = set()
+        self._first_up: float | None = None
+        self._refused_pairs: set[tuple[str, str]] = set()  # already logged
+        self._beat: asyncio.Task[None] | None = None
+        self._stopping: set[asyncio.Task[None]] = set()
+
+    # ------------------------------------------------------------------------------------------ who is registered
+
+    def start(self) -> None:
+        self._beat = asyncio.create_task(self._beat_forever(), name="router heartbeat")
+
+    async def stop(self) -> None:
+        if self._beat is not None:
+            self._beat.cancel()
+            await asyncio.gather(self._beat, return_exceptions=True)
+            self._beat = None
+        for worker in list(self.workers.values()):
+            self.forget(worker)
+        await asyncio.gather(*self._stopping, return_exceptions=True)
+
+    def add(self, url: str, role: Role | None = None) -> RemoteWorker:
+        """Registers a URL, or wakes the one that is registered; a role given now replaces an earlier one's lack.
+
+        Raises ConfigError when `url` is no address, or is registered for another role.
+        """
+        url = normalize(url)
+        worker = self.workers.get(url)
+        if worker is None:
+            worker = self.workers[url] = RemoteWorker(url, role, self.router_id, self)
+            worker.start()
+        elif role is not None and worker.wanted_role not in (role, None):
+            raise ConfigError(
+                f"{url} is registered as {worker.wanted_role} already and cannot be added as {role}. "
+                "Remove it first, or use role=both."
+            )
+        else:
+            worker.retry_now()
+        return worker
+
+    def find(self, url_or_id: str) -> RemoteWorker:
+        """The worker with this URL, id or name. Raises ConfigError when there is none."""
+        for worker in self.workers.values():
+            if url_or_id in (worker.url, worker.id, worker.url.removeprefix("http://"), worker.label):
+                return worker
+        known = ", ".join(f"{w.label} ({w.url})" for w in self.workers.values()) or "none"
+        raise ConfigError(f"no worker {url_or_id!r} is registered. Registered are: {known}.")
+
+    def forget(self, worker: RemoteWorker) -> None:
+        """Takes a worker out at once; requests that are there are told through `worker_down`."""
+        if self.workers.pop(worker.url, None) is None:
+            return
+        task = asyncio.create_task(worker.stop())
+        self._stopping.add(task)
+        task.add_done_callback(self._stopping.discard)
+
+    def by_id(self, worker_id: str) -> RemoteWorker | None:
+        """The linked worker with this id."""
+        return self._by_id.get(worker_id)
+
+    def name_of(self, peer: str) -> str:
+        """The name of a linked worker, however a peer calls it; `peer` itself when it is not known."""
+        for worker in self._by_id.values():
+            if peer in names_of(worker):
+                return worker.label
+        return peer
+
+    def linked(self) -> list[RemoteWorker]:
+        return list(self._by_id.values())
+
+    # ------------------------------------------------------------------------------------------ who can serve
+
+    def standings(self) -> list[Standing]:
+        """Of all linked workers, with `usable` brought up to date."""
+        found = []
+        for worker in self._by_id.values():
+            if worker.standing is not None:
+                worker.standing.usable = worker.usable
+                found.append(worker.standing)
+        return found
+
+    def can_meet(self, prefill: str, decode: str) -> bool:
+        """Whether KV can travel from one worker to another: same layout, and a route that works.
+
+        A pair that has been told to meet but has not reported is given `MEET_GRACE_S`; then it is tried as it is.
+        """
+        p, d = self._by_id.get(prefill), self._by_id.get(decode)
+        if p is None or d is None or layout_problem(p, d):
+            return False
+        if reports := routes_to(p, d):
+            return not any(report.error for report in reports)
+        met = p.met.get(d.wire_address)
+        return met is not None and time.monotonic() - met >= MEET_GRACE_S
+
+    def may_borrow(self, role: Role) -> bool:
+        """Whether the absence of `role` is a loss or a choice, and not just a start that is under way."""
+        if role in self._roles_seen or "both" in self._roles_seen:
+            return True
+        return self._first_up is not None and time.monotonic() - self._first_up >= self._patience_s
+
+    def problems_of(self, worker: RemoteWorker) -> list[str]:
+        """Why `worker` cannot hand over to, or take over from, other linked workers; one sentence each."""
+        problems = []
+        for other in self._by_id.values():
+            for p, d in ((worker, other), (other, worker)):
+                if p is d or p.link is None or p.role == "decode" or d.role == "prefill":
+                    continue
+                if problem := layout_problem(p, d):
+                    problems.append(problem)
+                for report in routes_to(p, d):
+                    if report.error:
+                        problems.append(f"no route from {p.label} to {d.label}: {report.error}")
+        return problems
+
+    # ------------------------------------------------------------------------------------------ from RemoteWorker
+
+    def admit(self, worker: RemoteWorker, info: wire.WorkerInfo) -> str | None:
+        twin = self._by_id.get(info.id)
+        if twin is not None and twin is not worker:
+            return f"it is the same process as {twin.url}, which is registered already; remove one of the two URLs"
+        others = [w for w in self._by_id.values() if w is not worker]
+        if others and info.served_name != self.served_name:
+            return (
+                f"it serves the model {info.served_name!r}; this router's workers serve {self.served_name!r}. "
+                "A router serves one model: start the worker with that model (or --served-model-name), or use another "
+                "router."
+            )
+        return None
+
+    def up(self, worker: RemoteWorker) -> None:
+        assert worker.info is not None
+        self._by_id[worker.id] = worker
+        self.served_name = worker.info.served_name
+        self._roles_seen.add(worker.role)
+        self._first_up = self._first_up or time.monotonic()
+        logger.info(
+            "%s linked: %s, role %s, %s, pid %d on %s",
+            worker.label, worker.url, worker.role, ", ".join(worker.info.devices), worker.info.pid, worker.info.host,
+        )  # fmt: skip
+        self._refuse_pairs(worker)
+        self._events.worker_up(worker)
+        self.introduce()
+        self._events.fleet_changed()
+
+    def down(self, worker: RemoteWorker, reason: str) -> None:
+        self._by_id.pop(worker.id, None)
+        logger.warning("%s lost: %s", worker.label, reason)
+        for other in self._by_id.values():
+            for name in names_of(worker):
+                other.routes.pop(name, None)
+            other.met.pop(worker.wire_address, None)
+        self._refused_pairs = {pair for pair in self._refused_pairs if worker.id not in pair}
+        self._events.worker_down(worker, reason)
+        self.introduce()
+        self._events.fleet_changed()
+
+    def message(self, worker: RemoteWorker, message: wire.Message) -> None:
+        if type(message) is wire.Status:
+            self._status(worker, message)
+        else:
+            self._events.worker_message(worker, message)
+
+    def changed(self, worker: RemoteWorker) -> None:
+        self._events.fleet_changed()
+
+    # ------------------------------------------------------------------------------------------ inside
+
+    def introduce(self) -> None:
+        """Sends Meet to each worker that may prefill and whose set of possible decode workers has grown."""
+        decodes = [w for w in self._by_id.values() if w.role != "prefill" and w.state in ("live", "unhealthy")]
+        now = time.monotonic()
+        for p in self._by_id.values():
+            if p.role == "decode":
+                continue
+            peers = {d.wire_address for d in decodes if d is not p and not layout_problem(p, d)}
+            new = peers - p.met.keys()
+            p.met = {address: p.met.get(address, now) for address in peers}
+            if new:
+                p.send(wire.Meet(peers=sorted(peers)))
+
+    def _status(self, worker: RemoteWorker, status: wire.Status) -> None:
+        before = worker.status
+        worker.status = status
+        if worker.standing is not None:
+            worker.standing.update(status)
+        routes: dict[str, list[wire.RouteReport]] = {}
+        for report in status.routes:
+            routes.setdefault(report.peer, []).append(report)
+        news = routes != worker.routes or (before is not None and before.draining) != status.draining
+        worker.routes = routes
+        if news:
+            self.introduce()
+            self._events.fleet_changed()
+
+    def _refuse_pairs(self, new: RemoteWorker) -> None:
+        for other in self._by_id.values():
+            for p, d in ((new, other), (other, new)):
+                pair = (p.id, d.id)
+                if p is d or pair in self._refused_pairs or p.role == "decode" or d.role == "prefill":
+                    continue
+                if problem := layout_problem(p, d):
+                    self._refused_pairs.add(pair)
+                    logger.error("%s", LayoutMismatch(problem))
+
+    async def _beat_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            for worker in list(self._by_id.values()):
+                worker.beat(UNHEALTHY_AFTER, LOST_AFTER)
+            self._events.fleet_changed()
+
+
+def layout_problem(p: RemoteWorker, d: RemoteWorker) -> str:
+    """Why the KV of p means nothing to d; "" when it does."""
+    if p.info is None or d.info is None or p.info.fingerprint == d.info.fingerprint:
+        return ""
+    return (
+        f"KV layout differs: {p.label} has {p.info.fingerprint_text}; {d.label} has {d.info.fingerprint_text}. "
+        "They cannot hand over requests to each other. Start both with the same model, --page-tokens and --dtype."
+    )
+
+
+def names_of(worker: RemoteWorker) -> list[str]:
+    """What a peer may call this worker in its route reports."""
+    return [worker.id, worker.wire_address, worker.label]
+
+
+def routes_to(p: RemoteWorker, d: RemoteWorker) -> list[wire.RouteReport]:
+    for name in names_of(d):
+        if found := p.routes.get(name):
+            return found
+    return []

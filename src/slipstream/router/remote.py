@@ -1,0 +1,360 @@
+"""One worker as the router sees it: finds it, links to it, listens to it, notices its end, and begins again.
+
+`RemoteWorker.run` goes round for as long as the worker is registered: ask `/worker_info` at its URL until it answers,
+open the link to the wire address found there, say Hello, take the Welcome, then read messages until the link ends.
+The next round may find another process at the same URL: it has a new id, and nothing is carried over to it.
+
+What a message means is not decided here: the fleet judges who may join and what the pairs are worth, and the requests'
+lives take the tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+import msgspec
+
+from slipstream import wire
+from slipstream.router.fetch import NotAWorker, worker_info
+from slipstream.router.place import Standing
+from slipstream.stream import Link
+from slipstream.types import Role
+from slipstream.version import __version__
+
+logger = logging.getLogger(__name__)
+
+FIRST_RETRY_S = 0.05
+LAST_RETRY_S = 1.0
+ANSWER_S = 5.0  # for /worker_info, for the connection, and for the Welcome
+
+WorkerState = Literal["connecting", "live", "unhealthy", "draining", "leaving", "refused"]
+
+
+class WorkerEvents(Protocol):
+    """What the owner of a RemoteWorker is told; all on the event loop."""
+
+    def admit(self, worker: RemoteWorker, info: wire.WorkerInfo) -> str | None:
+        """Whether `info` may join: None, or why not."""
+        ...
+
+    def up(self, worker: RemoteWorker) -> None: ...
+
+    def down(self, worker: RemoteWorker, reason: str) -> None: ...
+
+    def message(self, worker: RemoteWorker, message: wire.Message) -> None: ...
+
+    def changed(self, worker: RemoteWorker) -> None: ...
+
+
+class Refused(Exception):
+    """The worker, or the fleet, will not have this pairing of router and worker; the message says why."""
+
+
+class RemoteWorker:
+    """A registered URL and the worker process behind it, if there is one.
+
+    `info`, `standing` and `link` belong to the current process: set while linked, None otherwise. `id` stays that of
+    the last process. `problem` says why the worker is not linked or not used, "" when all is well.
+    """
+
+    def __init__(self, url: str, role: Role | None, router_id: str, events: WorkerEvents) -> None:
+        self.url = url
+        self.wanted_role = role
+        self.id = ""
+        self.info: wire.WorkerInfo | None = None
+        self.link: Link | None = None
+        self.standing: Standing | None = None
+        self.status: wire.Status | None = None
+        self.routes: dict[str, list[wire.RouteReport]] = {}  # what this worker, as a source, said of each peer
+        self.met: dict[str, float] = {}  # wire address of each peer in the last Meet -> when it was first named
+        self.problem = ""
+        self.refused = False
+        self.leaving = False
+        self.healthy = True
+        self.missed = 0
+        self.pings = 0
+        self._router_id = router_id
+        self._events = events
+        self._heard = True
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------------------------------------ what others ask
+
+    @property
+    def role(self) -> Role:
+        role: Role = "both"
+        if self.wanted_role is not None:
+            role = self.wanted_role
+        elif self.info is not None:
+            role = self.info.role
+        return role
+
+    @property
+    def label(self) -> str:
+        return self.info.name if self.info is not None and self.info.name else self.url
+
+    @property
+    def state(self) -> WorkerState:
+        if self.link is None:
+            return "refused" if self.refused else "connecting"
+        if self.leaving:
+            return "leaving"
+        if self.status is not None and self.status.draining:
+            return "draining"
+        return "live" if self.healthy else "unhealthy"
+
+    @property
+    def usable(self) -> bool:
+        return self.state == "live"
+
+    @property
+    def wire_address(self) -> str:
+        """Where the worker takes messages. A worker that listens on every address is reached at the URL's host."""
+        if self.info is None:
+            return ""
+        host, _, port = self.info.wire.rpartition(":")
+        if host.strip("[]") not in ("0.0.0.0", "::", ""):
+            return self.info.wire
+        return f"{self.url.removeprefix('http://').rpartition(':')[0]}:{port}"
+
+    @property
+    def same_machine(self) -> bool:
+        return self.info is not None and self.info.host in (socket.gethostname(), "localhost", "127.0.0.1", "::1", "")
+
+    def send(self, message: wire.Message) -> None:
+        """Queues a message on the link; nothing without one."""
+        if self.link is not None:
+            self.link.send(message)
+
+    def ping(self) -> int:
+        """Sends a Ping and returns its number; the Pong follows everything that the worker sent before it."""
+        self.pings += 1
+        self.send(wire.Ping(n=self.pings))
+        return self.pings
+
+    # ------------------------------------------------------------------------------------------ its life
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"worker {self.url}")
+
+    def retry_now(self) -> None:
+        """Ends the present pause between two attempts; the worker has shown a sign of life elsewhere."""
+        self._wake.set()
+
+    def cut(self, reason: str) -> None:
+        """Ends the link at once, without waiting for a peer that may never answer again."""
+        if self.link is not None:
+            self.link.lost_because = reason
+            self.link.abort()
+
+    async def stop(self) -> None:
+        """Ends the link (what is queued is still sent) and the rounds; `down` is told if there was a link."""
+        if self._task is None:
+            return
+        task, self._task = self._task, None
+        self._lose("it was removed from the router")
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    def beat(self, unhealthy_after: int, lost_after: int) -> None:
+        """One heartbeat: judges the silence since the last one and pings again.
+
+        Beats are counted, not seconds, so that a router that was itself held up does not blame its workers.
+        """
+        if self.link is None:
+            return
+        self.missed = 0 if self._heard else self.missed + 1
+        self._heard = False
+        if not self.same_machine and self.missed >= lost_after:
+            return self.cut(f"{self.label} on {self.info.host if self.info else '?'} missed {self.missed} heartbeats")
+        healthy = self.missed < unhealthy_after
+        if healthy != self.healthy:
+            self.healthy = healthy
+            self.problem = "" if healthy else f"it has not answered {self.missed} heartbeats; it gets nothing new"
+            logger.log(
+                logging.INFO if healthy else logging.WARNING, "%s: %s", self.label, self.problem or "it answers again"
+            )
+            self._events.changed(self)
+        self.ping()
+
+    async def _run(self) -> None:
+        pause = FIRST_RETRY_S
+        loop = asyncio.get_running_loop()
+        while True:
+            begun = loop.time()
+            try:
+                await self._round()
+                if loop.time() - begun > LAST_RETRY_S:
+                    pause = FIRST_RETRY_S  # it lasted; one that falls again and again is asked less often
+            except (OSError, TimeoutError, NotAWorker, Refused) as error:
+                self._explain(error)
+            except Exception:  # the edge between one worker and the rest: its link begins anew, the others go on
+                logger.exception("%s: the link ended by a fault of this router; its requests go elsewhere", self.url)
+            self._wake.clear()
+            try:
+                await asyncio.wait_for(self._wake.wait(), pause)
+            except TimeoutError:
+                pause = min(pause * 1.6, LAST_RETRY_S)
+
+    async def _round(self) -> None:
+        """One process from first sign to end of link."""
+        self.info = await worker_info(self.url, ANSWER_S)
+        link = await Link.connect(self.wire_address, wire.Decoder(wire.ToRouter), timeout_s=ANSWER_S)
+        try:
+            welcome = await self._greet(link)
+            self._linked(link, welcome.info)
+            await self._listen(link)
+        finally:
+            link.close()
+            self._lose(link.lost_because or "the link was closed")
+
+    async def _greet(self, link: Link) -> wire.Welcome:
+        link.send(wire.Hello(kind="router", id=self._router_id, version=__version__))
+        async with asyncio.timeout(ANSWER_S):
+            answer = await link.receive()
+        match answer:
+            case wire.Welcome() if answer.protocol == wire.PROTOCOL:
+                if problem := self._events.admit(self, answer.info):
+                    raise Refused(problem)
+                return answer
+            case wire.Welcome():
+                raise Refused(
+                    f"it speaks protocol {answer.protocol} (version {answer.info.version}), this router protocol "
+                    f"{wire.PROTOCOL} (version {__version__}). Start both from the same version."
+                )
+            case wire.Rejected():
+                raise Refused(f"it refused this router: {answer.message} ({answer.code})")
+            case None:
+                raise NotAWorker(f"{link.lost_because}, instead of a Welcome")
+            case _:
+                raise NotAWorker(f"it answered Hello with {type(answer).__name__}")
+
+    def _linked(self, link: Link, info: wire.WorkerInfo) -> None:
+        if self.wanted_role is not None and self.wanted_role != info.role:
+            logger.warning(
+                "%s says role=%s, but was given to this router for role=%s; it is used as %s",
+                self.url, info.role, self.wanted_role, self.wanted_role,
+            )  # fmt: skip
+        self.id, self.info, self.link = info.id, info, link
+        link.label = self.label
+        self.standing = Standing.of(info, self.role)
+        self.status = None
+        self.routes.clear()
+        self.met.clear()
+        self.problem, self.refused, self.healthy = "", False, True
+        self.missed, self._heard = 0, True
+        self._events.up(self)
+
+    async def _listen(self, link: Link) -> None:
+        message = self._events.message
+        while (received := await link.receive()) is not None:
+            self._heard = True
+            message(self, received)
+
+    def _lose(self, reason: str) -> None:
+        if self.link is None:
+            return
+        self.link.close()
+        self.link = None
+        self.problem = reason
+        self._events.down(self, reason)
+        self.standing = None
+
+    def _explain(self, error: Exception) -> None:
+        self.refused = isinstance(error, Refused)
+        text = str(error) or type(error).__name__
+        if text == self.problem:
+            return
+        self.problem = text
+        log = logger.warning if isinstance(error, (Refused, NotAWorker)) else logger.info
+        log("%s: not linked yet, trying again: %s", self.url, text)
+        self._events.changed(self)
+
+
+class RouteView(msgspec.Struct, kw_only=True):
+    """One route of a worker as the source, with the peer by name."""
+
+    peer: str
+    transport: str
+    gb_per_s: float
+    latency_us: float
+    source_rank: int
+    destination_rank: int
+    rejected: dict[str, str]
+    error: str
+
+
+class WorkerView(msgspec.Struct, kw_only=True):
+    """A registered worker, for tables, `/workers` and the banner.
+
+    `requests`, `sequences` and `prefill_tokens` are this router's own; `waiting` to `pages_total` are what the worker
+    last reported (0 before that). `problems` are pairs it cannot serve in, in words.
+    """
+
+    url: str
+    state: WorkerState
+    role: Role
+    problem: str = ""
+    problems: list[str] = []
+    id: str = ""
+    name: str = ""
+    model: str = ""
+    served_name: str = ""
+    wire: str = ""
+    devices: list[str] = []
+    host: str = ""
+    pid: int = 0
+    version: str = ""
+    fingerprint_text: str = ""
+    max_model_len: int = 0
+    requests: int = 0
+    sequences: int = 0
+    prefill_tokens: int = 0
+    waiting: int = 0
+    running: int = 0
+    handing_off: int = 0
+    waiting_tokens: int = 0
+    pages_free: int = 0
+    pages_cached: int = 0
+    pages_total: int = 0
+    prefix_keys: int = 0
+    routes: list[RouteView] = []
+
+
+def view(worker: RemoteWorker, *, requests: int, problems: list[str], name_of: Callable[[str], str]) -> WorkerView:
+    """`name_of` turns what a worker calls its peer into a name people know."""
+    shown = WorkerView(url=worker.url, state=worker.state, role=worker.role, problem=worker.problem, id=worker.id)
+    info, status, standing = worker.info, worker.status, worker.standing
+    if info is not None:
+        shown.name, shown.model, shown.served_name = info.name, info.model, info.served_name
+        shown.wire, shown.devices, shown.host, shown.pid = worker.wire_address, info.devices, info.host, info.pid
+        shown.version, shown.fingerprint_text = info.version, info.fingerprint_text
+        shown.max_model_len, shown.pages_total = info.max_model_len, info.pages
+    if standing is not None:
+        shown.sequences, shown.prefill_tokens = standing.sequences, standing.prefill_tokens
+        shown.prefix_keys = len(standing.keys)
+    if status is not None:
+        shown.waiting, shown.running, shown.handing_off = status.waiting, status.running, status.handing_off
+        shown.waiting_tokens, shown.pages_free = status.waiting_tokens, status.pages_free
+        shown.pages_cached, shown.pages_total = status.pages_cached, status.pages_total
+    shown.requests, shown.problems = requests, problems
+    shown.routes = [
+        RouteView(
+            peer=name_of(report.peer),
+            transport=report.transport,
+            gb_per_s=report.gb_per_s,
+            latency_us=report.latency_us,
+            source_rank=report.source_rank,
+            destination_rank=report.destination_rank,
+            rejected=report.rejected,
+            error=report.error,
+        )
+        for reports in worker.routes.values()
+        for report in reports
+    ]
+    return shown
