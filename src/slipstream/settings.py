@@ -199,10 +199,11 @@ class Scope:
 
 
 LOGGING = ("front.log_level", "front.log_format")
-# `serve` names its workers by the specs of the launch section, not by URL
+# `serve` names its workers by the specs of the launch section, not by URL, and has several of them choose a port
 SERVE = Scope(
     "engine",
     "transfer",
+    "-transfer.tcp_port",
     "worker.heartbeat_s",
     "router",
     "-router.prefill",
@@ -213,7 +214,7 @@ SERVE = Scope(
 )
 WORKER = Scope("engine", "transfer", "worker", *LOGGING, "launch.drain_s")
 ROUTER = Scope("router", "front", "launch.drain_s")
-OFFLINE = Scope("engine", "transfer", "launch.prefill", "launch.decode", "launch.both", *LOGGING)
+OFFLINE = Scope("engine", "transfer", "-transfer.tcp_port", "launch.prefill", "launch.decode", "launch.both", *LOGGING)
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,9 @@ class Resolved:
     def config(self, struct: type[Config]) -> Config:
         """The config of this type; settings outside the scope have their defaults."""
         section = next(name for name, known in SECTIONS.items() if known is struct)
-        return struct(**{s.name: self.given[s.name] for s in self.scope if s.section == section and s.name in self.given})
+        return struct(
+            **{s.name: self.given[s.name] for s in self.scope if s.section == section and s.name in self.given}
+        )
 
 
 def resolve(
@@ -251,7 +254,9 @@ def resolve(
         if value is None or value == () or name not in scope:
             continue
         setting = scope[name]
-        given[name] = setting.parse(value, setting.flag) if isinstance(value, str) else setting.check(value, setting.flag)
+        given[name] = (
+            setting.parse(value, setting.flag) if isinstance(value, str) else setting.check(value, setting.flag)
+        )
     return Resolved(given, scope, tuple(warnings))
 
 
@@ -333,7 +338,7 @@ def to_flags(scope: Scope, *configs: msgspec.Struct, skip: Iterable[str] = ()) -
 INTRODUCTION = """\
 # Configuration
 
-<!-- Made by `python -m slipstream.settings > docs/configuration.md`; a test compares. Edit src/slipstream/config.py. -->
+<!-- Made from src/slipstream/config.py by `python -m slipstream.settings > docs/configuration.md`; a test compares. -->
 
 Every setting can be given in three ways. The first that names it wins:
 
@@ -358,7 +363,7 @@ alone, so that one file can serve all commands.
 
 SECTION_TITLES = {
     "engine": "`serve`, `worker`, `generate`, `slipstream.LLM`",
-    "transfer": "`serve`, `worker`, `generate`, `slipstream.LLM`",
+    "transfer": "`worker`; `serve`, `generate` and `slipstream.LLM` take all but `--tcp-port`",
     "worker": "`worker`; `serve` takes `--heartbeat-s` alone and chooses the rest for each worker",
     "router": "`router`; `serve` takes all but the lists of workers",
     "front": "`serve`, `router`; `worker` and `generate` take the two for logging",

@@ -122,7 +122,9 @@ def test_a_missing_file_is_named():
 
 
 def test_an_unknown_variable_is_a_warning_with_the_nearest_name():
-    resolved = resolve(SERVE, {}, environment={"SLIPSTREAM_PAGE_TOKEN": "8", "SLIPSTREAM_JOIN": "http://x", "HOME": "/"})
+    resolved = resolve(
+        SERVE, {}, environment={"SLIPSTREAM_PAGE_TOKEN": "8", "SLIPSTREAM_JOIN": "http://x", "HOME": "/"}
+    )
     assert len(resolved.warnings) == 1
     assert "SLIPSTREAM_PAGE_TOKEN " in resolved.warnings[0]
     assert "did you mean SLIPSTREAM_PAGE_TOKENS?" in resolved.warnings[0]

@@ -6,7 +6,6 @@ line in a file are refused in the same words.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import click
@@ -17,17 +16,33 @@ from slipstream.errors import ConfigError
 from slipstream.settings import Resolved, Scope, Setting
 
 
-def with_settings(scope: Scope) -> Callable[[click.Command], click.Command]:
-    """Adds one option for each setting of the scope, and `--config`."""
+class SettingsCommand(click.Command):
+    """A command whose options are the settings of `scope`, shown by section in its help, and `--config`."""
 
-    def add(command: click.Command) -> click.Command:
-        command.params.append(
-            click.Option(["--config"], metavar="FILE", help="TOML file with settings; flags and variables go before it.")
+    def __init__(self, *arguments: Any, scope: Scope, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._scope = scope
+        self._own = len(self.params)
+        self.params.append(
+            click.Option(["--config"], metavar="FILE", help="TOML file with settings; flags and variables win over it.")
         )
-        command.params.extend(_option(setting) for setting in scope)
-        return command
+        self._options = {setting.name: _option(setting) for setting in scope}
+        self.params.extend(self._options.values())
 
-    return add
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for setting in self._scope:
+            record = self._options[setting.name].get_help_record(ctx)
+            assert record is not None
+            sections.setdefault(setting.section, []).append(record)
+        for section, records in sections.items():
+            with formatter.section(f"{section.capitalize()} settings"):
+                formatter.write_dl(records)
+        own = [*self.params[: self._own + 1], *filter(None, [self.get_help_option(ctx)])]
+        with formatter.section("Options"):
+            formatter.write_dl(
+                [record for p in own if (record := p.get_help_record(ctx)) and p.opts[0].startswith("-")]
+            )
 
 
 def _option(setting: Setting) -> click.Option:
@@ -72,9 +87,3 @@ def resolve(scope: Scope, model: str | None, options: dict[str, Any]) -> Resolve
     for warning in resolved.warnings:
         click.echo(f"warning: {warning}", err=True)
     return resolved
-
-
-def lines(texts: Iterable[str]) -> None:
-    """Prints lines on standard output."""
-    for text in texts:
-        click.echo(text)

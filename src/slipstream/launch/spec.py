@@ -49,10 +49,12 @@ def place(machine: Machine, prefill: str, decode: str, both: str, device: str = 
     specs: dict[Role, str] = {"prefill": prefill.strip(), "decode": decode.strip(), "both": both.strip()}
     if not any(specs.values()):
         specs = _default_specs(machine, device)
-    wanted = {role: _parse(f"--{role}", text, machine) for role, text in specs.items() if text}
+    wanted: dict[Role, list[str] | int] = {
+        role: _parse(f"--{role}", text, machine) for role, text in specs.items() if text
+    }
     named = {d for devices in wanted.values() if isinstance(devices, list) for d in devices}
     free = _free_devices(machine, device, named)
-    placements = [
+    placements: list[Placement] = [
         Placement(f"{role}-{number}", role, where)
         for role, devices in wanted.items()
         for number, where in enumerate(

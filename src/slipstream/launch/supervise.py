@@ -47,7 +47,7 @@ class ChildSpec:
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """`quick_s`: an end this soon after the start is a failure in a row. Pauses double from `first_s` to `longest_s`."""
+    """`quick_s`: an end this soon after the start counts as a failure. Pauses double from `first_s` to `longest_s`."""
 
     max_failures: int = 5
     quick_s: float = 30.0

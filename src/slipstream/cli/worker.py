@@ -1,0 +1,38 @@
+"""`slipstream worker`: one worker, to be joined to a router by either side."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from slipstream import logs
+from slipstream.cli.options import SettingsCommand, resolve
+from slipstream.config import EngineConfig, FrontConfig, LaunchConfig, TransferConfig, WorkerConfig
+from slipstream.launch.lifeline import die_with_parent
+from slipstream.settings import WORKER
+
+
+@click.command("worker", cls=SettingsCommand, scope=WORKER)
+@click.argument("model_argument", metavar="[MODEL]", required=False)
+@click.option("--parent-fd", type=int, hidden=True)
+def command(model_argument: str | None, parent_fd: int | None, **options: Any) -> None:
+    """Run one worker, to be joined to a router.
+
+    MODEL is `smollm2`, a folder with config.json and safetensors, a .gguf file, or a hub id.
+
+    \b
+    slipstream worker smollm2 --role prefill --port 7000 --join http://127.0.0.1:8000
+    slipstream worker smollm2 --role decode --port 7001 --join http://127.0.0.1:8000
+    """
+    if parent_fd is not None:
+        die_with_parent(parent_fd)
+    resolved = resolve(WORKER, model_argument, options)
+    worker, log = resolved.config(WorkerConfig), resolved.config(FrontConfig)
+    logs.set_up(log.log_level, log.log_format, worker.name or f"worker-{worker.role}")
+
+    from slipstream.launch.worker_process import run_worker
+
+    engine, transfer = resolved.config(EngineConfig), resolved.config(TransferConfig)
+    sys.exit(run_worker(engine, worker, transfer, resolved.config(LaunchConfig).drain_s))

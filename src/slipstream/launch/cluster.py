@@ -1,0 +1,180 @@
+"""A whole cluster on this machine: what `slipstream serve` does.
+
+    check      settings, devices, model and port, before anything is started
+    start      the router and all workers, at once; workers join the router when they are ready
+    wait       until every worker is live and every pair has its route, and say so
+    keep       whoever dies is started again; the others find it by themselves
+    end        readiness off, requests under way finish within a bound, then router, then workers
+
+The process holds three things for its children: the listening socket of the front, the lifeline, and their output.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+from types import FrameType
+from urllib.parse import urlsplit
+
+from rich.console import Console
+
+from slipstream.errors import SetupError
+from slipstream.launch import banner, ports
+from slipstream.launch.commands import ROUTER_NAME, ClusterConfig, router_spec, with_port, worker_specs
+from slipstream.launch.devices import Machine
+from slipstream.launch.display import Display
+from slipstream.launch.spec import Placement
+from slipstream.launch.supervise import RestartPolicy, State, Supervisor
+from slipstream.launch.watch import Watcher
+
+logger = logging.getLogger(__name__)
+
+ROUTES_GRACE_S = 5.0  # how long the banner waits for routes that are not measured yet
+WORKER_GRACE_S = 5.0  # after the router has ended there is nothing left to drain in workers
+KEEPING_INTERVAL_S = 1.0
+
+
+class Cluster:
+    """One `serve`. `run` returns the exit code; it raises SetupError when the cluster cannot start or keep running."""
+
+    def __init__(self, config: ClusterConfig, placements: list[Placement], machine: Machine) -> None:
+        self._config = config
+        self._placements = placements
+        self._began = time.monotonic()
+        self._interrupts = 0
+        self._routes_awaited_since = 0.0
+        self._seen_pids: dict[str, int] = {}
+        self._socket = ports.listen(config.front.host, config.front.port)
+        self.port: int = self._socket.getsockname()[1]
+        self.url = ports.url_of(config.front.host, self.port)
+        self._display = Display(
+            [ROUTER_NAME, *(placement.name for placement in placements)],
+            config.front.log_format,
+            table=config.front.log_level in ("info", "warning", "error"),
+        )
+        self._supervisor = Supervisor(self._display.line, RestartPolicy(max_failures=config.launch.max_failures))
+        parent_fd = self._supervisor.lifeline_fd
+        self._router_spec = router_spec(config, port=self.port, listen_fd=self._socket.fileno(), parent_fd=parent_fd)
+        self._worker_specs = worker_specs(config, placements, machine, router_url=self.url, parent_fd=parent_fd)
+
+    def run(self) -> int:
+        self._take_signals()
+        watcher = Watcher(self.url, self._config.front.api_key, self._supervisor.wake)
+        try:
+            for spec in (self._router_spec, *self._worker_specs.values()):
+                self._supervisor.start(spec)
+            if self._wait_until_ready(watcher):
+                self._display.ready()
+                self._announce(watcher)
+                self._keep(watcher)
+            self._display.ready()
+            watcher.close()
+            self._end()
+        finally:
+            watcher.close()
+            self._display.close()
+            self._supervisor.close()
+            self._socket.close()
+        return 0 if self._interrupts < 2 else 130
+
+    # ---------------------------------------------------------------------------------------------- starting
+
+    def _wait_until_ready(self, watcher: Watcher) -> bool:
+        """True when all is there; False when the user has had enough before that."""
+        deadline = self._began + self._config.launch.start_timeout_s
+        while not self._interrupts:
+            self._supervisor.poll(0.5)
+            self._note_members(watcher)
+            if self._complete(watcher):
+                return True
+            if time.monotonic() > deadline:
+                raise SetupError(
+                    f"not ready after {self._config.launch.start_timeout_s:g} s: {self._missing(watcher)}. "
+                    "Give it more time with --start-timeout-s, or see what it does with --log-level debug."
+                )
+        return False
+
+    def _complete(self, watcher: Watcher) -> bool:
+        snapshot = watcher.latest
+        live = {member.name for member in snapshot.members if member.state == "live"}
+        if not snapshot.serving or not live.issuperset(placement.name for placement in self._placements):
+            return False
+        if all(route is not None for _, _, route in banner.pairs(snapshot.members)):
+            return True
+        self._routes_awaited_since = self._routes_awaited_since or time.monotonic()
+        return time.monotonic() - self._routes_awaited_since > ROUTES_GRACE_S
+
+    def _missing(self, watcher: Watcher) -> str:
+        states = {member.name: member.state for member in watcher.latest.members}
+        absent = [p.name for p in self._placements if states.get(p.name) != "live"]
+        problems = [f"{m.name}: {m.problem}" for m in watcher.latest.members if m.problem]
+        if not watcher.latest.reached:
+            return "the router does not answer"
+        return "; ".join(problems) or f"still waiting for {', '.join(absent) or 'a pair that can serve'}"
+
+    def _announce(self, watcher: Watcher) -> None:
+        members = sorted(watcher.latest.members, key=lambda member: list(self._worker_specs).index(member.name))
+        seconds = time.monotonic() - self._began
+        if self._config.front.log_format == "json":
+            logger.info("ready", extra={"url": self.url, "seconds": round(seconds, 1), "workers": len(members)})
+            return
+        banner.print_banner(
+            Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 160),
+            members,
+            url=self.url,
+            page_tokens=self._config.engine.page_tokens,
+            seconds=seconds,
+            router_pid=self._supervisor.children[ROUTER_NAME].pid,
+        )
+        sys.stdout.flush()
+
+    # ---------------------------------------------------------------------------------------------- keeping
+
+    def _keep(self, watcher: Watcher) -> None:
+        watcher.interval_s = KEEPING_INTERVAL_S
+        while not self._interrupts:
+            self._supervisor.poll(5.0)
+            self._note_members(watcher)
+
+    def _note_members(self, watcher: Watcher) -> None:
+        """Who is live is up, and keeps its port for its next life; a port that fails to be had again is given up."""
+        snapshot = watcher.latest
+        self._supervisor.children[ROUTER_NAME].up |= snapshot.reached
+        for member in snapshot.members:
+            child = self._supervisor.children.get(member.name)
+            if child is None or child.pid != member.pid or member.state != "live" or not child.running:
+                continue
+            if self._seen_pids.get(member.name) not in (None, member.pid):
+                logger.info("%s is back: pid %d at %s", member.name, member.pid, member.url)
+            if self._seen_pids.get(member.name) != member.pid:
+                self._seen_pids[member.name] = member.pid
+                port = urlsplit(member.url).port
+                child.spec = with_port(self._worker_specs[member.name], port or 0)
+            child.up = True
+        for child in self._supervisor.children.values():
+            if child.state is State.WAITING and child.failures > 1 and child.name in self._worker_specs:
+                child.spec = self._worker_specs[child.name]
+
+    # ---------------------------------------------------------------------------------------------- ending
+
+    def _take_signals(self) -> None:
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            self._interrupts += 1
+            self._supervisor.wake()
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, interrupt)
+
+    def _end(self) -> None:
+        """The first interrupt has come. A second one at any point here ends everything at once."""
+
+        def hurry() -> bool:
+            return self._interrupts > 1
+
+        drain_s = self._config.launch.drain_s
+        logger.info("ending: requests under way may take up to %g s; Ctrl-C again ends at once", drain_s)
+        self._supervisor.stop([ROUTER_NAME], drain_s + WORKER_GRACE_S, hurry)
+        self._supervisor.stop(list(self._worker_specs), 0.0 if hurry() else WORKER_GRACE_S, hurry)
+        logger.info("all processes have ended")

@@ -1,0 +1,48 @@
+"""The listening socket of the front, bound by the process that outlives the router."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from slipstream.errors import ConfigError
+
+BACKLOG = 2048
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket on `host`:`port` (0 takes a free port). Raises ConfigError that names the remedy."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConfigError(f"--host {host}: this is no address of this machine ({error}).") from error
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(_reason(host, port, error)) from error
+    return sock
+
+
+def _reason(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} on {host} is in use by another program. Choose another with --port, or --port 0 for any."
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"--host {host}: this is no address of this machine. Use 127.0.0.1, or 0.0.0.0 for all addresses."
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"port {port} on {host} needs more rights than this process has. Choose a --port above 1023."
+    return f"cannot listen on {host} port {port}: {error.strerror}. Choose another --host or --port."
+
+
+def url_of(host: str, port: int) -> str:
+    """Where clients on this machine reach a server that listens on `host`."""
+    if host in ("", "0.0.0.0"):
+        host = "127.0.0.1"
+    elif host == "::":
+        host = "::1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,68 @@
+"""Asks the router, about once a second, whether it can serve and which workers it has.
+
+In a thread of its own, so that a router that hangs does not hold up its supervision. The newest answer is in `latest`.
+"""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import msgspec
+
+from slipstream.launch.banner import Member, Members
+
+ANSWER_S = 3.0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What the router said last: `serving` is its /health, `members` its /workers; `reached` whether it answered."""
+
+    reached: bool = False
+    serving: bool = False
+    members: tuple[Member, ...] = ()
+
+
+class Watcher:
+    """Polls one router until `close`; `on_news` is called on the watching thread after every poll."""
+
+    def __init__(self, url: str, api_key: str, on_news: Callable[[], None]) -> None:
+        self.latest = Snapshot()
+        self.interval_s = 0.25
+        self._url = urlsplit(url)
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._on_news = on_news
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch-router", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _run(self) -> None:
+        while not self._closed.wait(self.interval_s):
+            self.latest = self._ask()
+            self._on_news()
+
+    def _ask(self) -> Snapshot:
+        try:
+            health, _ = self._get("/health")
+            status, body = self._get("/workers")
+        except (OSError, http.client.HTTPException):
+            return Snapshot()
+        members = msgspec.json.decode(body, type=Members).workers if status == 200 else ()
+        return Snapshot(True, health == 200, tuple(members))
+
+    def _get(self, path: str) -> tuple[int, bytes]:
+        assert self._url.hostname is not None
+        connection = http.client.HTTPConnection(self._url.hostname, self._url.port, timeout=ANSWER_S)
+        try:
+            connection.request("GET", path, headers=self._headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()

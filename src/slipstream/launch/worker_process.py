@@ -1,0 +1,92 @@
+"""One worker as a process: the main thread of `slipstream worker`.
+
+Before torch is loaded, threads that wait for work are told to sleep instead of spin, because on one machine several
+workers share the cores. Then the worker starts, says how its loading goes, and this thread waits for its end or a
+signal. The first SIGINT or SIGTERM drains, the second ends at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from types import FrameType
+
+from slipstream.config import EngineConfig, TransferConfig, WorkerConfig
+
+logger = logging.getLogger(__name__)
+
+ENGINE_FAILED = 70  # exit code: not the command's fault, so starting it again may help
+PROGRESS_INTERVAL_S = 2.0
+PASSIVE_WAITING = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "KMP_BLOCKTIME": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def run_worker(engine: EngineConfig, config: WorkerConfig, transfer: TransferConfig, drain_s: float) -> int:
+    """Runs a worker until it is told to end; returns the exit code. Raises SetupError when it cannot start."""
+    for variable, value in PASSIVE_WAITING.items():
+        os.environ.setdefault(variable, value)
+    if engine.threads:
+        os.environ.setdefault("OMP_NUM_THREADS", str(engine.threads))
+    signal.signal(signal.SIGINT, _end_now)
+    signal.signal(signal.SIGTERM, _end_now)
+
+    from slipstream.engine.worker import Worker  # loads torch
+
+    worker = Worker(engine, config, transfer)
+    started = time.monotonic()
+    logger.info("loading %s", engine.model)
+    worker.start(_Progress(engine.model))
+    _stop_on_signals(worker, drain_s)
+    info = worker.info
+    logger.info(
+        "%s is ready after %.1f s: role %s, %s, %s on %s, KV pool of %d tokens in pages of %d",
+        info.name,
+        time.monotonic() - started,
+        info.role,
+        info.http,
+        info.served_name,
+        ", ".join(info.devices),
+        info.pages * info.page_tokens,
+        info.page_tokens,
+    )
+    return 0 if worker.wait() else ENGINE_FAILED
+
+
+def _end_now(number: int, frame: FrameType | None) -> None:
+    # While the model loads there is nothing to finish and nothing that outlives the process.
+    os._exit(128 + number)
+
+
+def _stop_on_signals(worker: object, drain_s: float) -> None:
+    from slipstream.engine.worker import Worker
+
+    assert isinstance(worker, Worker)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, _end_now)
+        signal.signal(signal.SIGTERM, _end_now)
+        logger.info("%s: finishing what is under way (at most %g s)", signal.Signals(number).name, drain_s)
+        threading.Thread(target=worker.stop, args=(drain_s,), name="slipstream-stop").start()
+
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+
+
+class _Progress:
+    """Logs how far loading is, every few seconds and at the end."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._said_at = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if total > 0 and now - self._said_at >= PROGRESS_INTERVAL_S:
+            self._said_at = now
+            logger.info("loading %s: %d %%", self._model, 100 * done // total)
