@@ -206,11 +206,12 @@ class ProbeGrant(Message):
 
 
 class ProbeWritten(Message):
-    """Source to destination: the pattern of this seed is in place, `bytes` bytes of it; look."""
+    """Source to destination: `bytes` bytes of this seed's pattern, scattered in blocks, are in place; look."""
 
     probe: int
     seed: int
     bytes: int
+    block: int
 
 
 class ProbeResult(Message):
@@ -240,6 +241,7 @@ class Offer(Message):
     block_keys: list[BlockKey]
     pages_needed: int
     max_tokens: int
+    priority: int = 0
 
 
 class Grant(Message):

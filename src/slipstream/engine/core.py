@@ -1,0 +1,486 @@
+"""The engine without the engine room: everything a worker decides, and nothing that computes, waits or sends.
+
+The loop of a worker feeds it what arrives, asks for a plan, has it executed, and settles the outcome:
+
+    core.submit(...), core.from_source(...), core.copies_done(...), ...      whatever has happened
+    plan = core.schedule()                                                    also when idle: grants are decided here
+    carry out core.take_effects()                                             offers leave before the chunk is computed
+    outcome = runner.execute(plan)                                            nothing to do when the plan is None
+    core.settle(plan, outcome)                                                or core.step_failed(plan, reason)
+    carry out core.take_effects()                                             tokens, copies of the chunk, commits
+
+Events may also come between `schedule` and `settle`; pages of a sequence that ends meanwhile stay held until its step
+is settled. A plan must be settled before the next is asked for.
+
+Every request that `submit` takes ends with exactly one answer from its owner: a Tokens with `finish`, or Failed; an
+aborted one, and all of a lost router, with none. Handed over to a peer, the peer owns it (it says Adopted first). A
+router that hears from a worker about a request or attempt it has given up sends Abort for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+from slipstream import wire
+from slipstream.engine.effects import Effect, Outbox
+from slipstream.engine.incoming import Arrival, Incoming
+from slipstream.engine.outgoing import Outgoing, Owner
+from slipstream.engine.plan import StepOutcome, StepPlan
+from slipstream.engine.rows import RowTable
+from slipstream.engine.scheduler import Claim, Scheduler, Verdict
+from slipstream.engine.sequence import Phase, Sequence
+from slipstream.errors import REQUEST_ERRORS
+from slipstream.kv.layout import KVLayout
+from slipstream.kv.pages import PageAccount, PageAudit
+from slipstream.kv.prefix import Changes, PrefixIndex, root_key
+from slipstream.types import FinishReason, Logprob, Request, Tokens
+
+logger = logging.getLogger(__name__)
+
+
+class EngineNumbers(Protocol):
+    """What the core reads of `config.EngineConfig`; `max_model_len` 0 means what the pool holds."""
+
+    @property
+    def page_tokens(self) -> int: ...
+    @property
+    def chunk_tokens(self) -> int: ...
+    @property
+    def max_sequences(self) -> int: ...
+    @property
+    def max_waiting(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def prefix_cache(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """The step that is being executed: its sequences in the order of the plan, and the tokens each computes."""
+
+    step: int
+    decodes: list[Sequence]
+    chunks: list[tuple[Sequence, int]]
+
+
+class EngineCore:
+    """One worker's requests, pages and transfers. Used by one thread.
+
+    `pages` counts the scratch page. `headroom_tokens` of growth are kept free for every sequence that decodes or will
+    soon when new work is admitted. `step_tokens` bounds the tokens of a plan: `chunk_tokens`, or one for each decoding
+    sequence and a page of prompt where that is more.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        pages: int,
+        settings: EngineNumbers,
+        eos_ids: tuple[int, ...],
+        *,
+        headroom_tokens: int = 64,
+    ) -> None:
+        self.page_tokens = layout.page_tokens
+        self.max_model_len = settings.max_model_len or (pages - 1) * layout.page_tokens
+        self.step_tokens = max(
+            settings.chunk_tokens, settings.max_sequences + min(settings.chunk_tokens, layout.page_tokens)
+        )
+        self.draining = False
+        self._fingerprint = layout.fingerprint
+        self._eos_ids = eos_ids
+        self._max_waiting = settings.max_waiting
+        self._index = PrefixIndex()
+        self._account = PageAccount(pages, self._index)
+        table_width = -(-self.max_model_len // self.page_tokens)
+        self._rows = RowTable(settings.max_sequences, table_width, self.page_tokens, eos_ids)
+        self._outbox = Outbox()
+        self._outgoing = Outgoing(self._outbox, Owner(self._handed_over, self._fail, self._release), self.page_tokens)
+        self._scheduler = Scheduler(
+            self._account,
+            self._rows,
+            page_tokens=self.page_tokens,
+            chunk_tokens=settings.chunk_tokens,
+            headroom_tokens=headroom_tokens,
+            prefix_cache=settings.prefix_cache,
+            fits=self._fits,
+            withdraw=lambda sequence: self._outgoing.cancel(sequence, "worker_lost"),
+        )
+        self._incoming = Incoming(
+            self._outbox,
+            self._account,
+            self._scheduler,
+            page_tokens=self.page_tokens,
+            max_model_len=self.max_model_len,
+            max_sequences=settings.max_sequences,
+            prefix_cache=settings.prefix_cache,
+            fits=self._fits,
+            adopted=self._adopt,
+        )
+        self._live: dict[str, Sequence] = {}  # by request id: those that may still need an answer from here
+        self._ending: set[Sequence] = set()  # ended, but a step or a copy still uses their pages
+        self._step = 0
+        self._flight: _Flight | None = None
+        self._futile: tuple[int, int, bool] | None = None  # where admission found nothing more to do
+
+    # --------------------------------------------------------------------------------------------------- from routers
+
+    def submit(self, request: Request, router: str, decode_at: str | None = None) -> None:
+        """Takes a request. `decode_at` is the id of the peer that shall decode it, None for this worker."""
+        known = self._live.get(request.id)
+        if known is not None and known.request.attempt >= request.attempt:
+            logger.warning("request %s attempt %d was submitted twice; ignored", request.id, request.attempt)
+            return
+        if known is not None:
+            self._end(known, "superseded")
+        arrival = self._scheduler.next_arrival()
+        root = root_key(self._fingerprint, request.cache_salt)
+        sequence = Sequence(request, router, decode_at, arrival, root, self._eos_ids, self.max_model_len)
+        refusal = self._why_not(sequence)
+        if refusal is not None:
+            self._answer_failed(sequence, *refusal)
+        elif len(sequence.tokens) >= sequence.limit:
+            self._outbox.tokens(router, _tokens(sequence, len(sequence.tokens), finish="length"))
+        else:
+            self._live[request.id] = sequence
+            self._scheduler.enter(sequence, Phase.WAITING)
+
+    def _why_not(self, sequence: Sequence) -> tuple[str, str] | None:
+        tokens = len(sequence.tokens)
+        if self.draining:
+            return "no_workers", "this worker is draining and takes no more requests"
+        if not sequence.request.prompt_ids:
+            return "invalid_value", "the prompt has no tokens; give at least one"
+        if tokens >= self.max_model_len:
+            return (
+                "context_length_exceeded",
+                f"the prompt has {tokens} tokens; with one to generate that is more than the {self.max_model_len} "
+                "that this worker takes (--max-model-len)",
+            )
+        last = tokens if sequence.destination is not None else max(tokens, sequence.limit - 1)
+        needed = -(-last // self.page_tokens)
+        if needed > self._account.total:
+            return (
+                "context_length_exceeded",
+                f"{needed} KV pages of {self.page_tokens} tokens are needed for prompt and answer, this worker has "
+                f"{self._account.total}; lower max_tokens or start it with a larger --kv-tokens",
+            )
+        if len(self._scheduler.waiting) >= self._max_waiting:
+            return "queue_full", f"{len(self._scheduler.waiting)} requests are waiting at this worker; retry later"
+        return None
+
+    def abort(self, request_id: str, attempt: int) -> None:
+        """Ends a request without an answer, wherever it is; an unknown one, or a newer attempt, is left alone."""
+        sequence = self._live.get(request_id)
+        if sequence is not None and sequence.request.attempt <= attempt:
+            self._end(sequence, "client_closed_request")
+        self._incoming.withdraw(request_id, attempt, "client_closed_request")
+
+    def router_lost(self, router: str) -> None:
+        """Nobody is there to be answered: ends all requests of this router."""
+        for sequence in [s for s in self._live.values() if s.router == router]:
+            self._end(sequence, "client_closed_request")
+
+    def drain(self) -> None:
+        """Takes no more requests or offers; what is here is finished."""
+        self.draining = True
+        self._incoming.refuse_deferred("no_workers", "the decode worker is draining")
+
+    # ----------------------------------------------------------------------------------------------------- from peers
+
+    def from_destination(self, peer_id: str, message: wire.Message) -> None:
+        """Grant, Defer, Refuse, Accepted or Revoke of a peer that we are the source to."""
+        self._outgoing.receive(peer_id, message)
+
+    def from_source(self, peer_id: str, message: wire.Message) -> None:
+        """Offer, Commit, Cancel or Released of a peer that we are the destination to."""
+        if isinstance(message, wire.Offer):
+            draining = ("no_workers", "the decode worker is draining")
+            self._incoming.offer(peer_id, message, draining if self.draining else None)
+        else:
+            self._incoming.receive(peer_id, message)
+
+    def destination_lost(self, peer_id: str) -> None:
+        """The link to this peer is gone. Copies under way to it are still answered, each by done or failed."""
+        self._outgoing.lost(peer_id)
+        for sequence in [s for s in self._scheduler.waiting if s.destination == peer_id and not s.ends_with_next_token]:
+            self._fail(sequence, "worker_lost", f"the decode worker {peer_id} was lost")
+
+    def source_lost(self, peer_id: str) -> None:
+        """Proof that this peer writes no more: its process has ended, or it has closed its mapping of our pool.
+
+        Has to come before anything from a new link of the same peer.
+        """
+        self._incoming.lost(peer_id)
+
+    # -------------------------------------------------------------------------------------------------- from the mover
+
+    def copies_done(self, peer_id: str, xfer: int, count: int) -> None:
+        """The job of one CopyPages effect is visible at the peer. `count` is its number of pages."""
+        self._outgoing.copied(xfer, None)
+
+    def copies_failed(self, peer_id: str, xfer: int, reason: str) -> None:
+        """The job of one CopyPages effect has failed, and nothing of it can arrive any more."""
+        self._outgoing.copied(xfer, reason)
+
+    # -------------------------------------------------------------------------------------------------------- the step
+
+    def schedule(self) -> StepPlan | None:
+        """The next step; None when there is nothing to compute now. Also decides which offers are granted."""
+        assert self._flight is None, "the previous step has not been settled"
+        decodes, decode_rows = self._scheduler.begin()
+        self._admit()
+        chunks = self._scheduler.take_chunks()
+        if not decodes and not chunks:
+            return None
+        self._step += 1
+        plan = self._rows.plan(self._step, decode_rows, chunks)
+        for sequence in decodes:
+            sequence.in_flight = True
+        for sequence, _ in chunks:
+            sequence.in_flight = True
+            if sequence.handoff is not None:
+                self._outgoing.progress(sequence)
+        self._flight = _Flight(self._step, decodes, chunks)
+        return plan
+
+    def _admit(self) -> None:
+        """Serves waiting sequences and offers, as far as pages, rows and tokens go."""
+        scheduler, incoming = self._scheduler, self._incoming
+        if not scheduler.waiting and not incoming.deferred:
+            return
+        if self._futile == self._room():
+            return
+        settled = scheduler.admit(scheduler.claims(incoming.deferred), self._attempt)
+        if incoming.deferred and self._alone:
+            first = incoming.deferred[0]
+            scheduler.reclaim(lambda: incoming.try_grant(first) is not Verdict.NO_PAGES)
+        incoming.defer_rest()
+        self._futile = self._room() if settled else None
+
+    def _attempt(self, claim: Claim) -> Verdict:
+        if isinstance(claim, Arrival):
+            return self._incoming.try_grant(claim)
+        assert isinstance(claim, Sequence)
+        verdict = self._scheduler.admit_waiting(claim)
+        if verdict is Verdict.TAKEN and claim.destination is not None and not claim.ends_with_next_token:
+            self._outgoing.offer(claim)
+        return verdict
+
+    def _fits(self, cost: int, growth: int) -> bool:
+        """Whether new work may take `cost` pages: beside the head-room of what is here, unless nothing is."""
+        headroom = 0 if self._alone else self._scheduler.headroom() + self._incoming.headroom() + growth
+        return cost + headroom <= self._account.available
+
+    @property
+    def _alone(self) -> bool:
+        """Whether nothing here will free pages by itself, so that head-room would be kept for nobody."""
+        return not self._scheduler.moving and not self._incoming.granted
+
+    def _room(self) -> tuple[int, int, bool]:
+        """Changes when admission may find more than before."""
+        return self._account.releases, self._scheduler.arrivals, self._alone
+
+    def settle(self, plan: StepPlan, outcome: StepOutcome) -> None:
+        """Takes the outcome of the plan: tokens go to the routers, full pages to their destinations."""
+        flight = self._land(plan)
+        if outcome.step != plan.step:
+            raise ValueError(f"outcome of step {outcome.step} given for step {plan.step}")
+        tokens = outcome.token_ids.tolist()
+        logprobs = outcome.logprobs
+        for i, sequence in enumerate(flight.decodes):
+            if self._back(sequence):
+                sequence.computed += 1
+                if sequence.computed % self.page_tokens == 0:
+                    self._scheduler.register(sequence)
+                self._next_token(sequence, tokens[i], logprobs[i])
+        for i, (sequence, count) in enumerate(flight.chunks, len(flight.decodes)):
+            if self._back(sequence):
+                if i in plan.prompt_logprobs:
+                    self._keep_prompt_logprobs(sequence, outcome.prompt_logprobs[i])
+                sequence.computed += count
+                self._scheduler.register(sequence)
+                if sequence.computed < len(sequence.tokens):
+                    self._outgoing.progress(sequence)
+                else:
+                    self._prompt_done(sequence, tokens[i], logprobs[i])
+
+    def step_failed(self, plan: StepPlan, reason: str) -> None:
+        """The plan could not be executed: its sequences fail, and may be tried elsewhere."""
+        flight = self._land(plan)
+        for sequence in flight.decodes + [s for s, _ in flight.chunks]:
+            if self._back(sequence):
+                self._fail(sequence, "engine_failure", reason)
+
+    def _land(self, plan: StepPlan) -> _Flight:
+        flight = self._flight
+        if flight is None or flight.step != plan.step:
+            raise ValueError(f"step {plan.step} settled, but {flight.step if flight else 'none'} is under way")
+        self._flight = None
+        return flight
+
+    def _back(self, sequence: Sequence) -> bool:
+        """The step is over for this sequence; False when it ended meanwhile."""
+        sequence.in_flight = False
+        if sequence.phase is Phase.ENDED:
+            self._release(sequence)
+            return False
+        return True
+
+    def _keep_prompt_logprobs(self, sequence: Sequence, values: list[Logprob | None]) -> None:
+        if sequence.prompt_logprobs is None:
+            sequence.prompt_logprobs = [None]  # of the first token there is none
+        room = sequence.prompt_tokens - len(sequence.prompt_logprobs)
+        sequence.prompt_logprobs += values[:room]
+
+    def _prompt_done(self, sequence: Sequence, token: int, logprob: Logprob | None) -> None:
+        """All tokens are computed and the next is sampled: the sequence decodes here, or goes to its destination."""
+        if sequence.handoff is None:
+            self._scheduler.shift(sequence, Phase.DECODE)
+            self._next_token(sequence, token, logprob)
+            return
+        self._scheduler.shift(sequence, Phase.HANDOFF)
+        self._rows.release(sequence)
+        self._next_token(sequence, token, logprob)
+        if sequence.phase is Phase.HANDOFF:
+            self._outgoing.complete(sequence)
+
+    def _next_token(self, sequence: Sequence, token: int, logprob: Logprob | None) -> None:
+        """Appends a sampled token, tells the router, and ends the sequence where it ends."""
+        tokens = sequence.tokens
+        index = len(tokens)
+        tokens.append(token)
+        finish: FinishReason | None = None
+        if token in sequence.stops and index >= sequence.min_length:
+            finish = "stop"
+        elif index + 1 >= sequence.limit:
+            finish = "length"
+        self._outbox.tokens(sequence.router, _tokens(sequence, index, finish, logprob))
+        if finish is not None:
+            self._end(sequence, "finished")
+        elif sequence.row >= 0:
+            self._rows.add_token(sequence, token)
+
+    # ------------------------------------------------------------------------------------------------------ the ends
+
+    def _adopt(self, arrival: Arrival, commit: wire.Commit) -> None:
+        """A peer has committed: the request is ours, its KV is in the pages of the grant."""
+        request = commit.request
+        known = self._live.get(request.id)
+        if known is not None:
+            self._end(known, "superseded")
+        root = root_key(self._fingerprint, request.cache_salt)
+        sequence = Sequence(request, commit.router, None, arrival.key[1], root, self._eos_ids, self.max_model_len)
+        sequence.pages = arrival.pages
+        sequence.keys = list(arrival.handoff.offer.block_keys)
+        sequence.computed = len(sequence.tokens) - 1
+        sequence.spoke = True
+        self._scheduler.register(sequence)
+        self._live[request.id] = sequence
+        self._scheduler.enter(sequence, Phase.LANDED)
+        self._outbox.router(commit.router, wire.Adopted(request=request.id, attempt=request.attempt))
+
+    def _handed_over(self, sequence: Sequence) -> None:
+        if sequence.phase is not Phase.ENDED:
+            self._forget(sequence)
+
+    def _fail(self, sequence: Sequence, code: str, message: str) -> None:
+        """Answers for a request that cannot go on here, unless it has ended."""
+        if sequence.phase is not Phase.ENDED:
+            self._answer_failed(sequence, code, message, retriable=True)
+            self._end(sequence, code)
+
+    def _answer_failed(self, sequence: Sequence, code: str, message: str, retriable: bool | None = None) -> None:
+        name, attempt = sequence.identity
+        if retriable is None:
+            retriable = REQUEST_ERRORS[code].retriable
+        failed = wire.Failed(request=name, attempt=attempt, code=code, message=message, retriable=retriable)
+        self._outbox.router(sequence.router, failed)
+
+    def _end(self, sequence: Sequence, code: str) -> None:
+        """Ends a sequence in whatever phase; its pages go when no step and no copy uses them."""
+        self._forget(sequence)
+        self._outgoing.cancel(sequence, code)
+        self._release(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        self._scheduler.leave(sequence)
+        sequence.phase = Phase.ENDED
+        self._rows.release(sequence)
+        self._live.pop(sequence.request.id, None)
+        self._ending.add(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Drops the pages of an ended sequence if nothing uses them any more."""
+        if sequence.phase is Phase.ENDED and not sequence.in_flight and sequence.handoff is None:
+            self._account.drop(sequence.pages)
+            sequence.pages = []
+            self._ending.discard(sequence)
+
+    # ------------------------------------------------------------------------------------------------------ reporting
+
+    def take_effects(self) -> list[Effect]:
+        """What has to be done outside, in order."""
+        return self._outbox.take()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request and no transfer is here."""
+        return not (self._live or self._ending or len(self._incoming) or len(self._outgoing))
+
+    def status(self) -> wire.Status:
+        """Load, and the block keys that entered or left the prefix cache since the last call."""
+        return self._status(self._index.take_changes())
+
+    def status_for_new_router(self) -> wire.Status:
+        """Load and all block keys, for a router that knows none; takes nothing from the next `status`."""
+        return self._status(Changes(added=self._index.keys(), reset=True))
+
+    def _status(self, changes: Changes) -> wire.Status:
+        scheduler = self._scheduler
+        return wire.Status(
+            waiting=len(scheduler.waiting) + len(self._incoming.deferred),
+            running=scheduler.running,
+            handing_off=len(scheduler.handing_off) + self._incoming.granted,
+            waiting_tokens=scheduler.waiting_tokens,
+            pages_free=self._account.free,
+            pages_cached=self._account.cached,
+            pages_total=self._account.total,
+            draining=self.draining,
+            added=changes.added,
+            removed=changes.removed,
+            reset=changes.reset,
+        )
+
+    def audit(self) -> PageAudit:
+        """Compares the page account with what sequences and transfers hold."""
+        holders = [(repr(s), s.pages) for s in {*self._live.values(), *self._ending}]
+        audit = self._account.audit([*holders, *self._incoming.holders()])
+        if self.idle and not audit.settled:
+            audit.problems.append(
+                f"idle, but {audit.total - audit.free - audit.cached} pages are neither free nor cached"
+            )
+        return audit
+
+
+def _tokens(
+    sequence: Sequence, index: int, finish: FinishReason | None = None, logprob: Logprob | None = None
+) -> Tokens:
+    """The message about the tokens from `index` on, with what belongs to the first message of an attempt."""
+    new = sequence.tokens[index:]
+    message = Tokens(
+        request=sequence.request.id,
+        attempt=sequence.request.attempt,
+        index=index - sequence.prompt_tokens,
+        token_ids=new,
+        finish=finish,
+        logprobs=None if logprob is None else [logprob],
+        stop_token=new[-1] if finish == "stop" else None,
+    )
+    if not sequence.spoke:
+        sequence.spoke = True
+        message.cached_tokens = max(0, sequence.cached_tokens)
+        message.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+    return message

@@ -1,0 +1,201 @@
+"""The destination's transfers: what peers have offered, which pages they were granted, what they have committed.
+
+An offer is granted when its pages fit beside the head-room for the growth of what runs here, else deferred and asked
+again whenever pages come back. The pages of a prefix that is cached here already are held from the grant on and need
+no copy; the others are reserved: nobody else gets them before the machine of the transfer says Free.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+
+from slipstream import wire
+from slipstream.engine.effects import Outbox
+from slipstream.engine.scheduler import Scheduler, Verdict
+from slipstream.kv.pages import PageAccount, PageState
+from slipstream.transfer.protocol import Adopt, DestinationAction, DestinationHandoff, DestinationState, Free, Send
+
+EARLY_GRANTS = 0.25  # share of max_sequences that may be granted beyond those that have a row
+
+
+class Arrival:
+    """One offered transfer; `pages` are its held prefix pages and its reserved ones, in the order of the prompt."""
+
+    __slots__ = ("handoff", "key", "limit", "pages", "passed_over")
+
+    def __init__(self, handoff: DestinationHandoff, key: tuple[int, int], limit: int) -> None:
+        self.handoff = handoff
+        self.key = key
+        self.limit = limit  # tokens at which the sequence ends
+        self.pages: list[int] = []
+        self.passed_over = 0
+
+
+class Incoming:
+    """All transfers that this worker is the destination of.
+
+    `fits(cost, growth)` says whether new work may take `cost` pages now and will soon need `growth` more.
+    `adopted(arrival, commit)` takes over the pages.
+    """
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        account: PageAccount,
+        scheduler: Scheduler,
+        *,
+        page_tokens: int,
+        max_model_len: int,
+        max_sequences: int,
+        prefix_cache: bool,
+        fits: Callable[[int, int], bool],
+        adopted: Callable[[Arrival, wire.Commit], None],
+    ) -> None:
+        self.deferred: list[Arrival] = []
+        self._outbox = outbox
+        self._account = account
+        self._scheduler = scheduler
+        self._page_tokens = page_tokens
+        self._max_model_len = max_model_len
+        self._seats = max_sequences + max(2, int(max_sequences * EARLY_GRANTS))
+        self._prefix_cache = prefix_cache
+        self._fits = fits
+        self._adopted = adopted
+        self._arrivals: dict[tuple[str, int], Arrival] = {}
+        self._generation = 0
+
+    def __len__(self) -> int:
+        return len(self._arrivals)
+
+    @property
+    def granted(self) -> int:
+        return len(self._arrivals) - len(self.deferred)
+
+    def holders(self) -> list[tuple[str, list[int]]]:
+        return [(f"grant {xfer} to {peer}", a.pages) for (peer, xfer), a in self._arrivals.items() if a.pages]
+
+    def headroom(self) -> int:
+        """Pages that the granted sequences will need soon after they are adopted."""
+        return sum(self._growth(a) for a in self._arrivals.values() if a.pages)
+
+    def _growth(self, arrival: Arrival) -> int:
+        offer = arrival.handoff.offer
+        return self._scheduler.growth(offer.prompt_len + 1, arrival.limit, offer.pages_needed)
+
+    # -------------------------------------------------------------------------------------------------- from the peer
+
+    def offer(self, peer: str, offer: wire.Offer, refusal: tuple[str, str] | None) -> Arrival | None:
+        """Takes note of an offer; `refusal` is why nothing at all is taken now. None when it was refused."""
+        handoff = DestinationHandoff(peer, offer)
+        limit = min(offer.prompt_len + offer.max_tokens, self._max_model_len)
+        arrival = Arrival(handoff, (offer.priority, self._scheduler.next_arrival()), limit)
+        refusal = refusal or self._never(offer, limit)
+        if refusal is not None:
+            self._perform(arrival, handoff.refuse(*refusal))
+            return None
+        if (peer, offer.xfer) in self._arrivals:
+            raise ValueError(f"peer {peer} used transfer number {offer.xfer} twice")
+        self._arrivals[peer, offer.xfer] = arrival
+        bisect.insort(self.deferred, arrival, key=lambda a: a.key)
+        return arrival
+
+    def _never(self, offer: wire.Offer, limit: int) -> tuple[str, str] | None:
+        page_tokens = self._page_tokens
+        if offer.pages_needed != -(-offer.prompt_len // page_tokens):
+            return "engine_failure", f"{offer.pages_needed} pages offered for {offer.prompt_len} tokens"
+        if len(offer.block_keys) not in (0, offer.prompt_len // page_tokens):
+            return "engine_failure", f"{len(offer.block_keys)} block keys offered for {offer.prompt_len} tokens"
+        if offer.prompt_len + 1 >= self._max_model_len:
+            return (
+                "context_length_exceeded",
+                f"{offer.prompt_len} tokens leave no room to generate: the decode worker takes at most "
+                f"{self._max_model_len} (--max-model-len)",
+            )
+        needed = -(-(limit - 1) // page_tokens)
+        if needed > self._account.total:
+            return (
+                "context_length_exceeded",
+                f"{needed} KV pages are needed for up to {limit} tokens, the decode worker has {self._account.total}; "
+                "lower max_tokens or give it more with --kv-tokens",
+            )
+        return None
+
+    def receive(self, peer: str, message: wire.Message) -> None:
+        """Commit, Cancel or Released of the source `peer`. About an unknown transfer nothing has to be done."""
+        arrival = self._arrivals.get((peer, getattr(message, "xfer", -1)))
+        if arrival is None:
+            return
+        match message:
+            case wire.Commit():
+                actions = arrival.handoff.on_commit(message)
+            case wire.Cancel():
+                actions = arrival.handoff.on_cancel()
+            case wire.Released():
+                actions = arrival.handoff.on_released(message)
+            case _:
+                raise TypeError(f"{type(message).__name__} is not a message from a source")
+        self._perform(arrival, actions)
+
+    def lost(self, peer: str) -> None:
+        """Proof that this source can write no more."""
+        for arrival in [a for (p, _), a in self._arrivals.items() if p == peer]:
+            self._perform(arrival, arrival.handoff.on_lost())
+
+    # ---------------------------------------------------------------------------------------------------- our decisions
+
+    def withdraw(self, request: str, attempt: int, code: str) -> bool:
+        """The request was aborted: revokes or refuses its transfer. False when there is none."""
+        for arrival in self._arrivals.values():
+            offer = arrival.handoff.offer
+            if offer.request == request and offer.attempt <= attempt:
+                self._perform(arrival, arrival.handoff.revoke(code))
+                return True
+        return False
+
+    def refuse_deferred(self, code: str, message: str) -> None:
+        for arrival in list(self.deferred):
+            self._perform(arrival, arrival.handoff.refuse(code, message))
+
+    def defer_rest(self) -> None:
+        """Tells the sources of all offers that are not granted yet to wait; each is told once."""
+        for arrival in self.deferred:
+            if not arrival.handoff.deferred:
+                self._perform(arrival, arrival.handoff.defer())
+
+    def try_grant(self, arrival: Arrival) -> Verdict:
+        """Grants when there is a row for it soon and its pages fit."""
+        if self._scheduler.running + self.granted >= self._seats:
+            return Verdict.LATER
+        offer = arrival.handoff.offer
+        hits = self._account.index.match(offer.block_keys) if self._prefix_cache else []
+        new_pages = offer.pages_needed - len(hits)
+        cost = new_pages + self._account.idle_among(hits)
+        if not self._fits(cost, self._growth(arrival)):
+            return Verdict.NO_PAGES
+        self._account.hold(hits)
+        reserved = self._account.take(new_pages, PageState.RESERVED)
+        arrival.pages = hits + reserved
+        self._generation += 1
+        self.deferred.remove(arrival)
+        self._perform(arrival, arrival.handoff.grant(len(hits) * self._page_tokens, reserved, self._generation))
+        return Verdict.TAKEN
+
+    def _perform(self, arrival: Arrival, actions: list[DestinationAction]) -> None:
+        handoff = arrival.handoff
+        for action in actions:
+            match action:
+                case Send(message):
+                    self._outbox.peer(handoff.peer, False, message)
+                case Adopt(commit):
+                    pages = arrival.pages
+                    self._account.move(pages, PageState.RESERVED, PageState.LANDED)
+                    self._adopted(arrival, commit)
+                    arrival.pages = []
+                case Free():
+                    self._account.drop(arrival.pages)
+                    arrival.pages = []
+        if handoff.state is DestinationState.CLOSED:
+            self._arrivals.pop((handoff.peer, handoff.offer.xfer), None)
+            if arrival in self.deferred:
+                self.deferred.remove(arrival)

@@ -1,0 +1,138 @@
+"""Sampling rows, and the columns of a step plan.
+
+A sequence that computes has a row: a slot in the runner's sampling state and in the arrays here, which mirror what
+decoding needs of it (length, last token, block table). So the plan of a decode step is a few indexed reads, however
+many sequences there are; only chunks of prompts are laid out one by one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from slipstream.engine.plan import BoolArray, IntArray, NewRow, StepPlan
+from slipstream.engine.sequence import Sequence
+
+
+class RowTable:
+    """`rows` rows whose block tables are `max_pages` wide."""
+
+    def __init__(self, rows: int, max_pages: int, page_tokens: int, eos_ids: tuple[int, ...]) -> None:
+        self.length: IntArray = np.zeros(rows, dtype=np.int64)  # tokens of the sequence, computed or not
+        self.last_token: IntArray = np.zeros(rows, dtype=np.int64)
+        self.page_count: IntArray = np.zeros(rows, dtype=np.int64)
+        self._tables: IntArray = np.zeros((rows, max_pages), dtype=np.int64)
+        self._page_tokens = page_tokens
+        self._eos_ids = eos_ids
+        self._free = list(range(rows - 1, -1, -1))
+        self._new: dict[int, Sequence] = {}
+        self._freed: list[int] = []
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def assign(self, sequence: Sequence) -> None:
+        """Gives the sequence a row and writes its tokens and pages into it."""
+        row = self._free.pop()
+        sequence.row = row
+        pages = sequence.pages
+        self._tables[row, : self.page_count[row]] = 0
+        self._tables[row, : len(pages)] = pages
+        self.page_count[row] = len(pages)
+        self.length[row] = len(sequence.tokens)
+        self.last_token[row] = sequence.tokens[-1]
+        self._new[row] = sequence
+
+    def release(self, sequence: Sequence) -> None:
+        """Takes the row back; the runner hears of it with the next plan, if it has heard of the row at all."""
+        row, sequence.row = sequence.row, -1
+        if row < 0:
+            return
+        self._free.append(row)
+        if self._new.pop(row, None) is None:
+            self._freed.append(row)
+
+    def add_page(self, sequence: Sequence, page: int) -> None:
+        row = sequence.row
+        sequence.pages.append(page)
+        self._tables[row, self.page_count[row]] = page
+        self.page_count[row] += 1
+
+    def add_token(self, sequence: Sequence, token: int) -> None:
+        self.length[sequence.row] += 1
+        self.last_token[sequence.row] = token
+
+    def lacking_page(self, rows: IntArray) -> IntArray:
+        """Which of `rows` (as indices into it) have no page for their last token yet."""
+        return np.flatnonzero((self.length[rows] - 1) // self._page_tokens >= self.page_count[rows])
+
+    def plan(self, step: int, decode_rows: IntArray, chunks: list[tuple[Sequence, int]]) -> StepPlan:
+        """Columns of a step: one token for each of `decode_rows`, then (sequence, number of tokens) of the chunks."""
+        new_rows = [self._new_row(sequence) for sequence in self._new.values()]
+        freed, self._freed = self._freed, []
+        self._new.clear()
+        lengths = self.length[decode_rows]
+        tokens, positions = self.last_token[decode_rows], lengths - 1
+        rows, contexts, counts = decode_rows, lengths, np.ones(len(decode_rows), dtype=np.int64)
+        sample: BoolArray = np.ones(len(decode_rows), dtype=np.bool_)
+        if chunks:
+            ends = [s.computed + n for s, n in chunks]
+            pieces = [
+                np.asarray(s.tokens[s.computed : e], dtype=np.int64) for (s, _), e in zip(chunks, ends, strict=True)
+            ]
+            places = [np.arange(s.computed, e, dtype=np.int64) for (s, _), e in zip(chunks, ends, strict=True)]
+            tokens = np.concatenate([tokens, *pieces])
+            positions = np.concatenate([positions, *places])
+            rows = np.concatenate([rows, np.asarray([s.row for s, _ in chunks], dtype=np.int64)])
+            contexts = np.concatenate([contexts, np.asarray(ends, dtype=np.int64)])
+            counts = np.concatenate([counts, np.asarray([n for _, n in chunks], dtype=np.int64)])
+            done = [e == len(s.tokens) for (s, _), e in zip(chunks, ends, strict=True)]
+            sample = np.concatenate([sample, np.asarray(done, dtype=np.bool_)])
+        query_start = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(counts, out=query_start[1:])
+        return StepPlan(
+            step=step,
+            token_ids=tokens,
+            positions=positions,
+            query_start=query_start,
+            context_lens=contexts,
+            block_tables=self._block_tables(rows, contexts, len(decode_rows)),
+            rows=rows,
+            sample=sample,
+            new_rows=new_rows,
+            freed_rows=freed,
+            prompt_logprobs=_targets(chunks, len(decode_rows)),
+        )
+
+    def _block_tables(self, rows: IntArray, contexts: IntArray, decodes: int) -> IntArray:
+        used = -(-contexts // self._page_tokens)
+        tables = self._tables[rows, : int(used.max())]
+        for i in range(decodes, len(rows)):
+            tables[i, used[i] :] = 0  # pages that later chunks will fill
+        return tables
+
+    def _new_row(self, sequence: Sequence) -> NewRow:
+        sampling = sequence.request.sampling
+        prompt = sequence.prompt_tokens
+        return NewRow(
+            row=sequence.row,
+            sampling=sampling,
+            prompt_ids=sequence.tokens[:prompt] if sampling.penalized else [],
+            output_ids=sequence.tokens[prompt:] if sampling.penalized else [],
+            eos_ids=() if sampling.ignore_eos else self._eos_ids,
+            outputs=sequence.outputs,
+        )
+
+
+def _targets(chunks: list[tuple[Sequence, int]], first: int) -> dict[int, IntArray]:
+    """Where prompt logprobs are wanted: the prompt token behind each token of the chunk, -1 behind the last."""
+    targets: dict[int, IntArray] = {}
+    for i, (sequence, count) in enumerate(chunks):
+        if not sequence.wants_prompt_logprobs:
+            continue
+        begin = sequence.computed + 1
+        following = sequence.tokens[begin : min(begin + count, sequence.prompt_tokens)]
+        column = np.full(count, -1, dtype=np.int64)
+        column[: len(following)] = following
+        targets[first + i] = column
+    return targets

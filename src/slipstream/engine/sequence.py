@@ -1,0 +1,135 @@
+"""One sequence on one worker: its tokens, how far its KV reaches, which pages hold it.
+
+There is no prefill or decode mode: `computed` catches up with `tokens`, and when it has, the next token is sampled.
+A sequence waits (it holds nothing), computes its tokens in chunks (PREFILL), then token by token (DECODE). With a
+remote destination it stops after its first token and keeps its pages for the handoff (HANDOFF) until the destination
+has accepted. An adopted one begins as LANDED: KV and pages are there, it only waits for a row. Preemption takes its
+pages and sends it back to WAITING with all tokens so far; it then computes them again and goes on behind them.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from slipstream.kv.prefix import extend_keys
+from slipstream.transfer.protocol import SourceHandoff
+from slipstream.types import Logprob, Request
+
+
+class Phase(enum.Enum):
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    HANDOFF = "handoff"
+    LANDED = "landed"
+    ENDED = "ended"
+
+
+class Sequence:
+    """State of one attempt of one request.
+
+    `tokens` is the prompt and all outputs, those of earlier attempts included; KV of the first `computed` tokens lies
+    in `pages`. `limit` is the number of tokens at which generation ends (max_tokens or max_model_len). `key` orders
+    sequences by priority (lower first), then arrival; the last in this order is the youngest. `row` is the sampling
+    row, -1 without one. `destination` is the peer to hand over to, None for a local one.
+    """
+
+    __slots__ = (
+        "arrival",
+        "cached_tokens",
+        "computed",
+        "destination",
+        "handoff",
+        "in_flight",
+        "key",
+        "keys",
+        "limit",
+        "min_length",
+        "pages",
+        "passed_over",
+        "phase",
+        "prompt_logprobs",
+        "prompt_tokens",
+        "registered",
+        "request",
+        "root",
+        "router",
+        "row",
+        "spoke",
+        "stops",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        router: str,
+        destination: str | None,
+        arrival: int,
+        root: bytes,
+        eos_ids: tuple[int, ...],
+        max_model_len: int,
+    ) -> None:
+        sampling = request.sampling
+        self.request = request
+        self.router = router
+        self.destination = destination
+        self.arrival = arrival
+        self.key = (request.priority, arrival)
+        self.root = root
+        self.tokens = request.prompt_ids + request.output_ids
+        self.prompt_tokens = len(request.prompt_ids)
+        self.limit = min(self.prompt_tokens + sampling.max_tokens, max_model_len)
+        self.min_length = self.prompt_tokens + sampling.min_tokens
+        self.stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_ids))
+        self.phase = Phase.WAITING
+        self.computed = 0
+        self.pages: list[int] = []
+        self.keys: list[bytes] = []
+        self.registered = 0  # pages offered to the prefix index, from the first on
+        self.row = -1
+        self.handoff: SourceHandoff | None = None
+        self.in_flight = False  # in the plan that is being executed
+        self.spoke = False  # a Tokens message of this attempt has gone out
+        self.cached_tokens = -1  # prefix hit of the first admission; -1 before it
+        self.prompt_logprobs: list[Logprob | None] | None = None
+        self.passed_over = 0
+
+    @property
+    def identity(self) -> tuple[str, int]:
+        return (self.request.id, self.request.attempt)
+
+    @property
+    def outputs(self) -> int:
+        """Tokens generated so far, over all attempts."""
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.request.sampling.prompt_logprobs is not None and not self.spoke
+
+    @property
+    def copying(self) -> bool:
+        """Whether a peer has granted pages for it, or copies of its pages may be running: it cannot be preempted."""
+        return self.handoff is not None and self.handoff.pins_source
+
+    @property
+    def ends_with_next_token(self) -> bool:
+        return len(self.tokens) + 1 >= self.limit
+
+    def extend_keys(self, page_tokens: int) -> list[bytes]:
+        """Block keys of all full pages of the tokens so far; only new ones are computed."""
+        extend_keys(self.keys, self.tokens, page_tokens, self.root)
+        return self.keys
+
+    def reset(self) -> None:
+        """Back to nothing computed; the caller has dropped the pages."""
+        self.pages = []
+        self.computed = 0
+        self.registered = 0
+        self.prompt_logprobs = None
+        self.phase = Phase.WAITING
+
+    def __repr__(self) -> str:
+        name = f"{self.request.id}#{self.request.attempt}"
+        return f"Sequence({name} {self.phase.value} {self.computed}/{len(self.tokens)} of {self.limit})"
