@@ -2,7 +2,7 @@
 
 from slipstream.router.audit import RouterAudit
 from slipstream.router.life import Sink
-from slipstream.router.remote import RouteView, WorkerView
 from slipstream.router.router import ModelCard, Router
+from slipstream.router.views import RouteView, WorkerView
 
 __all__ = ["ModelCard", "RouteView", "Router", "RouterAudit", "Sink", "WorkerView"]

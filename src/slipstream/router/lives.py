@@ -8,10 +8,6 @@ with the error when it has been continued often enough. Whatever ends a request 
 A request with two workers is abandoned at both when one of them fails it, and Abort names the attempt, so that a
 handoff that was under way can end in either worker and is dropped there. A worker that adopts a request which is not
 expected of it any more is told Abort too.
-
-After a Failed that speaks of the other worker of the pair, that worker is suspected until it answers a Ping: either its
-Pong or the end of its link follows at once, and no request is sent into the grave of a worker whose death the peer
-has seen first.
 """
 
 from __future__ import annotations
@@ -19,12 +15,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 
 from slipstream import wire
 from slipstream.config import RouterConfig
 from slipstream.errors import (
-    ContextTooLong,
     DeadlineExceeded,
     EngineFailure,
     InvalidRequest,
@@ -37,12 +31,13 @@ from slipstream.errors import (
     WorkerLost,
     request_error,
 )
+from slipstream.router.assign import Assignment
 from slipstream.router.fleet import Fleet
 from slipstream.router.life import Life, Sink, Verdict
 from slipstream.router.metrics import RouterMetrics
-from slipstream.router.place import NOTHING_TO_AVOID, Avoid, Placement, Prompt, place
+from slipstream.router.place import Avoid, Placement, Prompt
 from slipstream.router.remote import RemoteWorker
-from slipstream.types import Request, Role, Tokens
+from slipstream.types import Request, Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -57,14 +52,11 @@ class Lives:
         self._fleet = fleet
         self._config = config
         self._metrics = metrics
+        self._assign = Assignment(fleet, config, metrics)
         self._lives: dict[str, Life] = {}
         self._waiting: dict[str, Life] = {}
         self._holding: dict[str, Life] = {}  # those with held tokens
-        self._suspects: dict[str, int] = {}  # worker id -> the ping that clears it
-        self._orphans: dict[str, tuple[str, list[wire.Abort]]] = {}  # URL -> process, and what it had at link's end
         self._leaving: list[RemoteWorker] = []
-        self._borrowing: set[Role] = set()
-        self._turns = 0
 
     # ------------------------------------------------------------------------------------------ from the front
 
@@ -79,12 +71,12 @@ class Lives:
             )
         if request.id in self._lives:
             raise InvalidRequest(f"request id {request.id!r} is in use by a request that is under way; choose another")
-        if problem := self._too_long(request):
+        if problem := self._assign.too_long(request):
             raise problem
         life = Life(request, sink, time.monotonic())
-        if not self._place(life):
+        if not self._assign.place(life):
             if self._config.worker_wait_s <= 0:
-                raise self._no_workers()
+                raise self._assign.no_workers()
             self._wait(life)
         self._lives[request.id] = life
         life.deadline = asyncio.get_running_loop().call_later(self._config.request_timeout_s, self._expired, life)
@@ -107,7 +99,7 @@ class Lives:
         verdict = life.receive(t, worker.id)
         if verdict is Verdict.DELIVER:
             if life.charged:
-                self._uncharge_prefill(life)
+                self._assign.discharge_prefill(life)
             self._deliver(life, t)
             if life.held:
                 self._release_held(life)
@@ -124,7 +116,7 @@ class Lives:
             worker.send(wire.Abort(request=message.request, attempt=message.attempt))
             return
         life.adopt()
-        self._uncharge_prefill(life)
+        self._assign.discharge_prefill(life)
 
     def failed(self, worker: RemoteWorker, message: wire.Failed) -> None:
         life = self._lives.get(message.request)
@@ -133,17 +125,17 @@ class Lives:
         if life.owner != worker.id and life.stage == "decode":
             logger.debug("%s failed %s after handing it over: %s", worker.label, life.request.id, message.message)
             return
-        code = WorkerLost.code if message.code == PeerLost.code else message.code
-        error = request_error(code, message.message)
+        of_peer = message.code in PEER_TROUBLE
+        error = lost("decode", life) if of_peer else request_error(message.code, message.message)
         if not message.retriable:
             self._abandon(life, but=worker.id)
             self._fail(life, error)
             return
         logger.warning("%s failed %s: %s (%s)", worker.label, life.request.id, message.message, message.code)
         avoid = life.avoid.but_worker(worker.id)
-        if worker.id != life.decode and message.code in PEER_TROUBLE:
+        if worker.id != life.decode and of_peer:
             avoid = life.avoid.but(life.prefill, life.decode)
-            self._suspect(life.decode)
+            self._assign.suspect(life.decode)
         self._continue(life, error, message.code, avoid=avoid, but=worker.id)
 
     def pong(self, worker: RemoteWorker, n: int) -> None:
@@ -151,21 +143,21 @@ class Lives:
         for life in list(self._holding.values()):
             if life.prefill == worker.id and n >= life.gap_ping:
                 self._gap(life, life.held[0].index)
-        if self._suspects.get(worker.id, n + 1) <= n:
-            del self._suspects[worker.id]
+        if self._assign.cleared(worker.id, n):
             self.dispatch()
 
     def worker_up(self, worker: RemoteWorker) -> None:
         """The same process may have been linked before: what it had then is not wanted any more."""
-        process, aborts = self._orphans.pop(worker.url, ("", []))
+        process, aborts = worker.left_behind
+        worker.left_behind = ("", [])
         for abort in aborts if process == worker.id else ():
             worker.send(abort)
 
     def worker_down(self, worker: RemoteWorker) -> None:
-        self._suspects.pop(worker.id, None)
+        self._assign.forget(worker.id)
         touched = [life for life in self._lives.values() if worker.id in (life.prefill, life.decode)]
         aborts = [wire.Abort(request=life.request.id, attempt=life.attempt) for life in touched]
-        self._orphans[worker.url] = (worker.id, aborts)
+        worker.left_behind = (worker.id, aborts)
         for life in touched:
             if worker.id not in (life.prefill, life.decode):
                 continue  # ended or moved on by what became of one before it
@@ -182,98 +174,31 @@ class Lives:
         self._leaving.append(worker)
         self._let_go()
 
-    def forget(self, worker: RemoteWorker) -> None:
-        """The URL is not registered any more."""
-        self._orphans.pop(worker.url, None)
-
     # ------------------------------------------------------------------------------------------ placing
 
     def dispatch(self) -> None:
         """Places what waits, in order of arrival. A pair that can take one can take any: the first failure ends it."""
         for life in list(self._waiting.values()):
-            if life.stage == "waiting" and life.request.id in self._waiting and not self._place(life):
+            if self._waiting.get(life.request.id) is life and not self._stop_waiting(life):
                 return
-
-    def placement(self, life: Life | None = None) -> Placement | None:
-        """Where `life` would go now; without one, whether anything could go anywhere."""
-        standings = self._fleet.standings()
-        for standing in standings:
-            standing.usable = standing.usable and standing.id not in self._suspects
-        borrow = not self._config.strict_roles
-        return place(
-            life.prompt() if life is not None else Prompt([0]),
-            standings,
-            self._fleet.can_meet,
-            borrow_prefill=borrow and self._fleet.may_borrow("prefill"),
-            borrow_decode=borrow and self._fleet.may_borrow("decode"),
-            avoid=life.avoid if life is not None else NOTHING_TO_AVOID,
-        )
-
-    def _place(self, life: Life) -> bool:
-        placement = self.placement(life)
-        if placement is None:
-            return False
-        p, d = self._fleet.by_id(placement.prefill), self._fleet.by_id(placement.decode)
-        assert p is not None and p.standing is not None
-        assert d is not None and d.standing is not None
-        if life.patience is not None:
-            life.patience.cancel()
-            life.patience = None
-        self._waiting.pop(life.request.id, None)
-        self._note_borrowing(placement, p)
-        self._count_placement(life, placement, p, d)
-        life.begin(placement)
-        self._turns += 1
-        p.standing.prefill_tokens += placement.to_compute
-        d.standing.sequences += 1
-        p.standing.chosen = d.standing.chosen = self._turns
-        p.send(wire.Submit(request=life.submission(), decode_at=None if placement.local else d.wire_address))
-        return True
-
-    def _count_placement(self, life: Life, placement: Placement, p: RemoteWorker, d: RemoteWorker) -> None:
-        self._metrics.placements.labels(p.label, d.label).inc()
-        if life.resubmissions == 0:
-            self._metrics.queue_wait.observe(time.monotonic() - life.since)
-            self._metrics.prompt_tokens.inc(len(life.request.prompt_ids))
-
-    def _note_borrowing(self, placement: Placement, worker: RemoteWorker) -> None:
-        role = placement.borrowed
-        if role is not None:
-            self._metrics.borrowed.labels(role).inc()
-            if role not in self._borrowing:
-                logger.warning("no %s worker is usable: %s does that work too until one is back", role, worker.label)
-                self._borrowing.add(role)
-        elif self._borrowing:
-            logger.info("workers of every role are usable again; nothing is borrowed any more")
-            self._borrowing.clear()
 
     def _wait(self, life: Life) -> None:
         self._waiting[life.request.id] = life
         loop = asyncio.get_running_loop()
         life.patience = loop.call_later(self._config.worker_wait_s, self._out_of_patience, life)
 
+    def _stop_waiting(self, life: Life) -> bool:
+        """Places one that waits, if that is possible now."""
+        if not self._assign.place(life):
+            return False
+        del self._waiting[life.request.id]
+        if life.patience is not None:
+            life.patience.cancel()
+        return True
+
     def _out_of_patience(self, life: Life) -> None:
-        if life.stage == "waiting" and not self._place(life):
-            self._fail(life, life.lost or self._no_workers())
-
-    def _too_long(self, request: Request) -> ContextTooLong | None:
-        lengths = [w.info.max_model_len for w in self._fleet.linked() if w.info is not None and w.usable]
-        wanted = len(request.prompt_ids) + request.sampling.max_tokens
-        if not lengths or wanted <= min(lengths):
-            return None
-        return ContextTooLong(
-            f"the prompt has {len(request.prompt_ids)} tokens and max_tokens is {request.sampling.max_tokens}, together "
-            f"{wanted}; this model's context is {min(lengths)} tokens here. Shorten the prompt or lower max_tokens.",
-            param="max_tokens",
-        )
-
-    def _no_workers(self) -> NoWorkers:
-        found = Counter((w.role, w.state) for w in self._fleet.workers.values())
-        seen = ", ".join(f"{count} {role} {state}" for (role, state), count in sorted(found.items())) or "none"
-        return NoWorkers(
-            f"no pair of workers can serve this request now. Registered workers: {seen}. Try again in a moment; "
-            "the operator finds the reasons in the log and under /workers."
-        )
+        if not self._stop_waiting(life):
+            self._fail(life, life.lost or self._assign.no_workers())
 
     # ------------------------------------------------------------------------------------------ tokens, slow path
 
@@ -293,7 +218,7 @@ class Lives:
         """The decode worker is ahead. The prefill worker's answer to a Ping follows the tokens that are missing."""
         if len(life.held) > 1:
             return
-        self._uncharge_prefill(life)
+        self._assign.discharge_prefill(life)
         prefill = self._fleet.by_id(life.prefill)
         if prefill is None:
             self._continue(life, lost("prefill", life), WorkerLost.code, avoid=life.avoid)
@@ -319,11 +244,6 @@ class Lives:
 
     # ------------------------------------------------------------------------------------------ ends
 
-    def _suspect(self, worker_id: str) -> None:
-        worker = self._fleet.by_id(worker_id)
-        if worker is not None and worker_id not in self._suspects:
-            self._suspects[worker_id] = worker.ping()
-
     def _continue(self, life: Life, error: RequestError, cause: str, *, avoid: Avoid, but: str = "") -> None:
         """The attempt is over without a finish: gives the request to other workers, or answers with `error`."""
         self._abandon(life, but=but)
@@ -341,7 +261,7 @@ class Lives:
         logger.info(
             "%s continues elsewhere behind %d tokens, attempt %d", life.request.id, len(life.delivered), life.attempt
         )
-        if not self._place(life):
+        if not self._assign.place(life):
             self._wait(life)
 
     def _abandon(self, life: Life, but: str = "") -> None:
@@ -351,19 +271,9 @@ class Lives:
             if worker is not None:
                 worker.send(wire.Abort(request=life.request.id, attempt=life.attempt))
 
-    def _uncharge_prefill(self, life: Life) -> None:
-        if life.charged:
-            worker = self._fleet.by_id(life.prefill)
-            if worker is not None and worker.standing is not None:
-                worker.standing.prefill_tokens -= life.charged
-            life.charged = 0
-
     def _release(self, life: Life) -> None:
         """Takes the request off its workers' standings and out of the present attempt."""
-        self._uncharge_prefill(life)
-        worker = self._fleet.by_id(life.decode)
-        if worker is not None and worker.standing is not None:
-            worker.standing.sequences -= 1
+        self._assign.discharge(life)
         self._holding.pop(life.request.id, None)
         life.withdraw()
         if self._leaving:
@@ -399,6 +309,10 @@ class Lives:
                 self._fleet.forget(worker)
 
     # ------------------------------------------------------------------------------------------ questions
+
+    def placement(self) -> Placement | None:
+        """Where a short request would go now; None when no pair of workers could take it."""
+        return self._assign.choose(Prompt([0]))
 
     def at(self, worker_id: str) -> int:
         """Requests under way at this worker."""

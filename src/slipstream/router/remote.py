@@ -13,10 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
 from typing import Literal, Protocol
-
-import msgspec
 
 from slipstream import wire
 from slipstream.router.fetch import NotAWorker, worker_info
@@ -63,7 +60,7 @@ class RemoteWorker:
 
     def __init__(self, url: str, role: Role | None, router_id: str, events: WorkerEvents) -> None:
         self.url = url
-        self.wanted_role = role
+        self.wanted_role: Role | None = role
         self.id = ""
         self.info: wire.WorkerInfo | None = None
         self.link: Link | None = None
@@ -77,6 +74,7 @@ class RemoteWorker:
         self.healthy = True
         self.missed = 0
         self.pings = 0
+        self.left_behind: tuple[str, list[wire.Abort]] = ("", [])  # process id, and what it had when its link ended
         self._router_id = router_id
         self._events = events
         self._heard = True
@@ -87,12 +85,9 @@ class RemoteWorker:
 
     @property
     def role(self) -> Role:
-        role: Role = "both"
         if self.wanted_role is not None:
-            role = self.wanted_role
-        elif self.info is not None:
-            role = self.info.role
-        return role
+            return self.wanted_role
+        return self.info.role if self.info is not None else "both"
 
     @property
     def label(self) -> str:
@@ -274,87 +269,3 @@ class RemoteWorker:
         log = logger.warning if isinstance(error, (Refused, NotAWorker)) else logger.info
         log("%s: not linked yet, trying again: %s", self.url, text)
         self._events.changed(self)
-
-
-class RouteView(msgspec.Struct, kw_only=True):
-    """One route of a worker as the source, with the peer by name."""
-
-    peer: str
-    transport: str
-    gb_per_s: float
-    latency_us: float
-    source_rank: int
-    destination_rank: int
-    rejected: dict[str, str]
-    error: str
-
-
-class WorkerView(msgspec.Struct, kw_only=True):
-    """A registered worker, for tables, `/workers` and the banner.
-
-    `requests`, `sequences` and `prefill_tokens` are this router's own; `waiting` to `pages_total` are what the worker
-    last reported (0 before that). `problems` are pairs it cannot serve in, in words.
-    """
-
-    url: str
-    state: WorkerState
-    role: Role
-    problem: str = ""
-    problems: list[str] = []
-    id: str = ""
-    name: str = ""
-    model: str = ""
-    served_name: str = ""
-    wire: str = ""
-    devices: list[str] = []
-    host: str = ""
-    pid: int = 0
-    version: str = ""
-    fingerprint_text: str = ""
-    max_model_len: int = 0
-    requests: int = 0
-    sequences: int = 0
-    prefill_tokens: int = 0
-    waiting: int = 0
-    running: int = 0
-    handing_off: int = 0
-    waiting_tokens: int = 0
-    pages_free: int = 0
-    pages_cached: int = 0
-    pages_total: int = 0
-    prefix_keys: int = 0
-    routes: list[RouteView] = []
-
-
-def view(worker: RemoteWorker, *, requests: int, problems: list[str], name_of: Callable[[str], str]) -> WorkerView:
-    """`name_of` turns what a worker calls its peer into a name people know."""
-    shown = WorkerView(url=worker.url, state=worker.state, role=worker.role, problem=worker.problem, id=worker.id)
-    info, status, standing = worker.info, worker.status, worker.standing
-    if info is not None:
-        shown.name, shown.model, shown.served_name = info.name, info.model, info.served_name
-        shown.wire, shown.devices, shown.host, shown.pid = worker.wire_address, info.devices, info.host, info.pid
-        shown.version, shown.fingerprint_text = info.version, info.fingerprint_text
-        shown.max_model_len, shown.pages_total = info.max_model_len, info.pages
-    if standing is not None:
-        shown.sequences, shown.prefill_tokens = standing.sequences, standing.prefill_tokens
-        shown.prefix_keys = len(standing.keys)
-    if status is not None:
-        shown.waiting, shown.running, shown.handing_off = status.waiting, status.running, status.handing_off
-        shown.waiting_tokens, shown.pages_free = status.waiting_tokens, status.pages_free
-        shown.pages_cached, shown.pages_total = status.pages_cached, status.pages_total
-    shown.requests, shown.problems = requests, problems
-    shown.routes = [
-        RouteView(
-            peer=name_of(report.peer),
-            transport=report.transport,
-            gb_per_s=report.gb_per_s,
-            latency_us=report.latency_us,
-            source_rank=report.source_rank,
-            destination_rank=report.destination_rank,
-            rejected=report.rejected,
-            error=report.error,
-        )
-        for reports in worker.routes.values()
-        for report in reports
-    ]
-    return shown

@@ -7,6 +7,7 @@ or by joining themselves.
     fleet.py    which workers there are, and who can hand over to whom
     place.py    where a request goes
     life.py     one request: its stage and the numbering of its tokens
+    assign.py   gives it there, and keeps the standings right
     lives.py    all requests, and what happens to them when something happens to a worker
 
 All of it runs on one event loop, that of the front; nothing here waits while a message is handled.
@@ -30,7 +31,8 @@ from slipstream.router.fleet import Fleet
 from slipstream.router.life import Sink
 from slipstream.router.lives import Lives
 from slipstream.router.metrics import RouterMetrics
-from slipstream.router.remote import RemoteWorker, WorkerView, view
+from slipstream.router.remote import RemoteWorker
+from slipstream.router.views import WorkerView, view
 from slipstream.types import Request, Role
 
 
@@ -126,8 +128,8 @@ class Router:
             self._lives.leave(worker)
             self.fleet_changed()
         else:
+            worker.leaving = True
             self._fleet.forget(worker)
-            self._lives.forget(worker)
         return self._view(worker)
 
     def workers(self) -> list[WorkerView]:
