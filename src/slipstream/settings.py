@@ -213,7 +213,7 @@ SERVE = Scope(
     "launch",
 )
 WORKER = Scope("engine", "transfer", "worker", *LOGGING, "launch.drain_s")
-ROUTER = Scope("router", "front", "launch.drain_s")
+ROUTER = Scope("router", "front", "launch.drain_s", "engine.tokenizer")
 OFFLINE = Scope("engine", "transfer", "-transfer.tcp_port", "launch.prefill", "launch.decode", "launch.both", *LOGGING)
 
 
@@ -362,7 +362,7 @@ alone, so that one file can serve all commands.
 """
 
 SECTION_TITLES = {
-    "engine": "`serve`, `worker`, `generate`, `slipstream.LLM`",
+    "engine": "`serve`, `worker`, `generate`, `slipstream.LLM`; `router` takes `--tokenizer` alone",
     "transfer": "`worker`; `serve`, `generate` and `slipstream.LLM` take all but `--tcp-port`",
     "worker": "`worker`; `serve` takes `--heartbeat-s` alone and chooses the rest for each worker",
     "router": "`router`; `serve` takes all but the lists of workers",

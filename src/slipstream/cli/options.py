@@ -6,6 +6,7 @@ line in a file are refused in the same words.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import click
@@ -83,7 +84,14 @@ def resolve(scope: Scope, model: str | None, options: dict[str, Any]) -> Resolve
         if also is not None and also != model:
             raise ConfigError(f"the model is given twice: {model!r} and --model {also!r}; leave one of them out.")
         options["model"] = model
+    if options.get("model"):
+        options["model"] = _whole_path(options["model"])
     resolved = settings.resolve(scope, options, config_file=config_file)
     for warning in resolved.warnings:
         click.echo(f"warning: {warning}", err=True)
     return resolved
+
+
+def _whole_path(model: str) -> str:
+    """A model on disk by its whole path, so that other processes find it from their own working directory."""
+    return os.path.abspath(model) if os.path.exists(model) else model

@@ -49,7 +49,7 @@ def child_environment(environment: Mapping[str, str], **extra: str) -> dict[str,
 def router_spec(config: ClusterConfig, *, port: int, listen_fd: int, parent_fd: int) -> ChildSpec:
     """The router and front. It listens on `listen_fd`; `port` is that socket's."""
     front = msgspec.structs.replace(config.front, port=port)
-    flags = to_flags(ROUTER, config.router, front, config.launch, skip=("api_key",))
+    flags = to_flags(ROUTER, config.router, front, config.launch, config.engine, skip=("api_key",))
     argv = [*INTERPRETER, "router", *flags, "--listen-fd", str(listen_fd), "--parent-fd", str(parent_fd)]
     secret = {PREFIX + "API_KEY": config.front.api_key} if config.front.api_key else {}
     return ChildSpec(ROUTER_NAME, argv, child_environment(os.environ, **secret), (listen_fd,))

@@ -1,0 +1,124 @@
+"""The command line, as a user types it: each test runs the real command in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slipstream.version import __version__
+
+
+def slipstream(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "slipstream", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **environment},
+    )
+
+
+def test_help_names_all_commands():
+    result = slipstream("--help")
+    assert result.returncode == 0
+    for name in ("serve", "worker", "router", "generate", "version"):
+        assert f"\n  {name} " in result.stdout
+
+
+@pytest.mark.parametrize("command", ["serve", "worker", "router", "generate"])
+def test_help_of_a_command_describes_each_of_its_settings(command: str):
+    from slipstream import settings
+
+    scope = {
+        "serve": settings.SERVE,
+        "worker": settings.WORKER,
+        "router": settings.ROUTER,
+        "generate": settings.OFFLINE,
+    }[command]
+    result = slipstream(command, "--help", COLUMNS="400")
+    assert result.returncode == 0
+    for setting in scope:
+        assert setting.flag in result.stdout
+    assert "-fd" not in result.stdout  # what only the supervisor says to its children
+
+
+def test_version():
+    assert slipstream("--version").stdout.strip() == f"slipstream {__version__}"
+    assert "torch" in slipstream("version").stdout
+
+
+def test_no_command_shows_the_help():
+    assert "Commands:" in slipstream().stderr + slipstream().stdout
+
+
+def test_a_model_without_a_command_is_served():
+    result = slipstream("smollm2", "--page-tokens", "0")
+    assert result.returncode == 2
+    assert result.stderr == "error: --page-tokens: 0 is not possible; it takes a whole number from 1 to 1024.\n"
+
+
+def test_a_misspelt_command_is_not_taken_for_a_model():
+    result = slipstream("sevre")
+    assert result.returncode == 2
+    assert "did you mean 'serve'?" in result.stderr
+
+
+def test_a_misspelt_flag_is_refused_with_the_nearest():
+    result = slipstream("serve", "--page-token", "16")
+    assert result.returncode == 2
+    assert "--page-tokens" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["serve", "worker", "generate"])
+def test_an_unknown_model_is_one_sentence(command: str):
+    prompt = ["hello"] if command == "generate" else []
+    result = slipstream(command, "./no/such/model", *prompt)
+    assert result.returncode in (1, 2)
+    assert result.stderr.count("error: ") == 1
+    assert "no/such/model" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_port_in_use_is_one_sentence():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for command in (["serve", "smollm2"], ["router"]):
+            result = slipstream(*command, "--port", port)
+            assert result.returncode == 2
+            assert f"port {port} on 127.0.0.1 is in use" in result.stderr
+            assert "Traceback" not in result.stderr
+
+
+def test_a_host_that_is_not_here_is_one_sentence():
+    result = slipstream("router", "--host", "192.0.2.1", "--port", "0")
+    assert result.returncode == 2
+    assert "192.0.2.1: this is no address of this machine" in result.stderr
+
+
+def test_a_device_that_is_not_here_is_one_sentence():
+    result = slipstream("serve", "smollm2", "--prefill", "cuda:9", "--decode", "1", CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 2
+    assert "there is no cuda:9 on this machine" in result.stderr
+
+
+def test_a_wrong_worker_address_is_one_sentence():
+    result = slipstream("router", "--port", "0", "--prefill", "ftp://x")
+    assert result.returncode == 2
+    assert "'ftp://x' is not a worker's address" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_model_given_twice_is_refused():
+    result = slipstream("serve", "smollm2", "--model", "other")
+    assert result.returncode == 2
+    assert "given twice" in result.stderr
+
+
+def test_an_unknown_variable_is_a_warning(tmp_path: Path):
+    result = slipstream("serve", "smollm2", "--page-tokens", "0", SLIPSTREAM_PAGE_TOKEN="8")
+    assert "warning: the environment variable SLIPSTREAM_PAGE_TOKEN is not known" in result.stderr
