@@ -162,8 +162,8 @@ def answer_tokens(prompt: int, ask: Ask, max_model_len: int, default: int) -> in
         wanted = max(1, min(default or room, room))
     if wanted > room:
         raise ContextTooLong(
-            f"the prompt has {prompt} tokens and max_tokens is {wanted}, together {prompt + wanted}; this model's context "
-            f"is {max_model_len} tokens. Shorten the prompt or ask for fewer tokens",
+            f"the prompt has {prompt} tokens and max_tokens is {wanted}, together {prompt + wanted}; this model's "
+            f"context is {max_model_len} tokens. Shorten the prompt or ask for fewer tokens",
             param="messages" if room < 1 else "max_tokens",
         )
     return wanted
@@ -197,7 +197,9 @@ def _message(message: Any, where: str, template: str) -> dict[str, Any]:
     if message.get("audio") or message.get("function_call"):
         name = "audio" if message.get("audio") else "function_call"
         raise InvalidRequest(f"{where}.{name} is not supported by this server", param=f"{where}.{name}")
-    kept = {name: value for name, value in message.items() if value is not None and name not in ("audio", "function_call")}
+    kept = {
+        name: value for name, value in message.items() if value is not None and name not in ("audio", "function_call")
+    }
     kept["role"] = "system" if role == "developer" else role
     kept["content"] = _content(message, where)
     if kept.get("tool_calls"):
@@ -239,7 +241,9 @@ def _tool_calls(calls: Any, where: str, template: str) -> list[Any]:
         raise InvalidRequest(
             f"{where}.tool_calls: the model's chat template knows nothing of tool calls", param=f"{where}.tool_calls"
         )
-    if not isinstance(calls, list) or not all(isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls):
+    if not isinstance(calls, list) or not all(
+        isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls
+    ):
         raise InvalidRequest(f"{where}.tool_calls must be a list of tool calls", param=f"{where}.tool_calls")
     settled = []
     for call in calls:
@@ -269,7 +273,9 @@ def prompts_of(prompt: Any) -> list[str | list[int]]:
         return [prompt]
     if len(prompt) > MAX_PROMPTS:
         raise InvalidRequest(f"prompt holds {len(prompt)} prompts; at most {MAX_PROMPTS} are allowed", param="prompt")
-    if all(isinstance(entry, str) for entry in prompt) or all(isinstance(entry, list) and _is_ids(entry) for entry in prompt):
+    if all(isinstance(entry, str) for entry in prompt) or all(
+        isinstance(entry, list) and _is_ids(entry) for entry in prompt
+    ):
         return prompt
     raise InvalidRequest(f"prompt must be {wanted}; {show(prompt)} was given", param="prompt")
 

@@ -33,9 +33,9 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
-    def observe(self, seconds: float) -> None:
-        self.counts[bisect_left(self.bounds, seconds)] += 1
-        self.sum += seconds
+    def observe(self, seconds: float, count: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, seconds)] += count
+        self.sum += seconds * count
 
     def buckets(self) -> list[tuple[str, float]]:
         total = 0
@@ -80,7 +80,11 @@ class FrontMetrics(Collector):
             ("prompt_tokens", "Tokens of the prompts of answered requests.", self.prompt_tokens),
             ("cached_prompt_tokens", "Prompt tokens whose KV was in a prefix cache.", self.cached_tokens),
             ("generated_tokens", "Tokens generated.", self.generated_tokens),
-            ("merged_chunks", "Chunks that waited for a slow client and left together with a later one.", self.merged),
+            (
+                "merged_chunks",
+                "Chunks that waited, as for a slow client, and left together with a later one.",
+                self.merged,
+            ),
         ):
             family = CounterMetricFamily(f"slipstream_{name}", text, labels=("model_name",))
             family.add_metric((self.model,), value)

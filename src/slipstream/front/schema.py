@@ -36,7 +36,9 @@ _TokenIds = Annotated[
     list[Annotated[int, Meta(ge=0, description="a token id")]],
     Meta(max_length=1024, description="a list of up to 1024 token ids"),
 ]
-_StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH, description="a string of 1 to 1024 characters")]
+_StopString = Annotated[
+    str, Meta(min_length=1, max_length=MAX_STOP_LENGTH, description="a string of 1 to 1024 characters")
+]
 _LogitBias = Annotated[
     dict[int, Annotated[float, Meta(ge=-100, le=100, description="a number from -100 to 100")]],
     Meta(max_length=4096, description="an object that maps token ids to numbers from -100 to 100"),
@@ -83,9 +85,9 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_stop_str_in_output: _Bool | None = None
     add_special_tokens: _Bool | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31, description="a 32-bit integer")] | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=256, description="a string of 1 to 256 characters")] | None = (
-        None
-    )
+    cache_salt: (
+        Annotated[str, Meta(min_length=1, max_length=256, description="a string of 1 to 256 characters")] | None
+    ) = None
     return_token_ids: _Bool | None = None
     # bookkeeping of providers, accepted without effect
     user: Any = None
@@ -155,7 +157,9 @@ class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /detokenize."""
 
     model: _Text | None = None
-    tokens: Annotated[list[Annotated[int, Meta(ge=0, description="a token id")]], Meta(description="a list of token ids")]
+    tokens: Annotated[
+        list[Annotated[int, Meta(ge=0, description="a token id")]], Meta(description="a list of token ids")
+    ]
     skip_special_tokens: _Bool | None = None
 
 
@@ -163,7 +167,9 @@ class WorkerBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /workers: the HTTP address of a worker to add."""
 
     url: Annotated[str, Meta(min_length=1, description="a URL such as http://127.0.0.1:8101")]
-    role: Annotated[typing.Literal["prefill", "decode", "both"], Meta(description="prefill, decode or both")] | None = None
+    role: Annotated[typing.Literal["prefill", "decode", "both"], Meta(description="prefill, decode or both")] | None = (
+        None
+    )
 
 
 # The values of unsupported fields that ask for nothing; null, false, "", [] and {} always do.
@@ -187,7 +193,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class BodyDecoder(typing.Generic[Body]):
-    """Decodes request bodies of one kind. Raises InvalidRequest that names the field, what was given, what is allowed."""
+    """Decodes request bodies of one kind; InvalidRequest names the field, what was given, and what is allowed."""
 
     def __init__(self, kind: type[Body]) -> None:
         self._kind = kind
@@ -218,13 +224,12 @@ def check_unsupported(body: msgspec.Struct) -> None:
             continue
         allowed = " or ".join(["absent", *(show(entry) for entry in harmless)])
         raise InvalidRequest(
-            f"{name}: {feature} is not supported by this server; {show(value)} was given, "
-            f"the field must be {allowed}",
+            f"{name}: {feature} is not supported by this server; {show(value)} was given, the field must be {allowed}",
             param=name,
         )
 
 
-# ------------------------------------------------------------------------------------------------------------ explaining
+# ----------------------------------------------------------------------------------------------------------- explaining
 
 
 def explain(body: bytes, kind: type[msgspec.Struct], complaint: str) -> InvalidRequest:

@@ -108,9 +108,13 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
         known = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render({"tools": None, "documents": None, **self._special_tokens, **variables, **known})
+            return self._template.render(
+                {"tools": None, "documents": None, **self._special_tokens, **variables, **known}
+            )
         except jinja2.TemplateError as error:
-            raise InvalidRequest(f"the model's chat template refused the messages: {error}", param="messages") from error
+            raise InvalidRequest(
+                f"the model's chat template refused the messages: {error}", param="messages"
+            ) from error
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise InvalidRequest(
                 f"the model's chat template cannot render these messages ({type(error).__name__}: {error})",

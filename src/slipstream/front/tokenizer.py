@@ -137,7 +137,7 @@ class Tokenizer:
 
 
 def _byte_of_symbol() -> dict[str, int]:
-    """Byte-level BPE writes every byte as one printable character: printable Latin-1 as itself, the rest from 256 on."""
+    """Byte-level BPE writes each byte as a printable character: printable Latin-1 as itself, the rest from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in set(printable))
@@ -287,7 +287,7 @@ def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Newest form first: a file of its own, a JSON file, the entry of tokenizer_config.json (one or several by name)."""
+    """Newest form first: a file of its own, a JSON file, tokenizer_config.json (one template, or several by name)."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
@@ -296,3 +296,16 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
         named = {item["name"]: item["template"] for item in entry}
         return named.get("default") or next(iter(named.values()), None)
     return entry
+
+
+def load_tokenizer(model: str, tokenizer: str = "") -> Tokenizer:
+    """The tokenizer of a model by its name (`smollm2`, a folder, a .gguf file, a hub id), or another one for it.
+
+    Raises ModelError.
+    """
+    from slipstream.model.files import locate
+
+    files = locate(tokenizer or model)
+    if files.gguf is not None:
+        return tokenizer_from_gguf(files.gguf)
+    return tokenizer_from_folder(files.folder)

@@ -105,8 +105,8 @@ def build(metadata: Mapping[str, Value], where: str) -> GgufTokenizer:
         tokenizer, bos = _sentence_piece(metadata, pieces, kinds, where), True
     else:
         raise ModelError(
-            f"{where} has a tokenizer of the family {family!r}; `gpt2` (byte-level BPE) and `llama` (SentencePiece BPE) "
-            "can be used. Give another tokenizer with --tokenizer"
+            f"{where} has a tokenizer of the family {family!r}; `gpt2` (byte-level BPE) and `llama` (SentencePiece "
+            "BPE) can be used. Give another tokenizer with --tokenizer"
         )
     _add_tokens(tokenizer, pieces, kinds)
     return GgufTokenizer(

@@ -1,0 +1,61 @@
+"""What the front asks of the router: this and no more, so that anything that keeps it can stand behind the front."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry
+
+from slipstream.errors import RequestError
+from slipstream.types import Request, Role, Tokens
+
+
+class Sink(Protocol):
+    """Where the tokens of one request go, on the event loop, in order and without repetition.
+
+    The last call is either a Tokens with `finish` or an `error`; after `Backend.abort` there is none.
+    """
+
+    def tokens(self, t: Tokens) -> None: ...
+
+    def error(self, e: RequestError) -> None: ...
+
+
+class Card(Protocol):
+    """The model that the cluster serves: the name clients use, where it was loaded from, its context in tokens."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+
+class Backend(Protocol):
+    """The router. `submit` raises RequestError for what it refuses at once; `abort` is final and silent.
+
+    `describe` and `audit` give what JSON can hold, `add_worker` and `remove_worker` raise ConfigError.
+    """
+
+    id: str
+    metrics_registry: CollectorRegistry
+
+    @property
+    def ready(self) -> bool: ...
+
+    def model_card(self) -> Card | None: ...
+
+    def submit(self, request: Request, sink: Sink) -> None: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def add_worker(self, url: str, role: Role | None = None) -> Any: ...
+
+    def remove_worker(self, url_or_id: str, drain: bool = True) -> Any: ...
+
+    def describe(self) -> dict[str, Any]: ...
+
+    def audit(self) -> Any: ...

@@ -1,0 +1,133 @@
+"""A router that plays a script instead of asking workers: for tests and measurements of the front alone.
+
+It keeps the contract of `backend.Backend` and of a sink: tokens are numbered, the last call is a finish or an error,
+and an aborted request hears nothing more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from slipstream.errors import ConfigError, RequestError
+from slipstream.front.backend import Sink
+from slipstream.types import FinishReason, Logprob, Request, Role, Tokens
+
+
+@dataclass(frozen=True)
+class ScriptedCard:
+    name: str
+    model: str
+    max_model_len: int
+
+
+class Stage:
+    """Where a script speaks for one request."""
+
+    def __init__(self, request: Request, sink: Sink) -> None:
+        self.request = request
+        self.closed = False
+        self._sink = sink
+        self._index = 0
+
+    def say(
+        self,
+        token_ids: Sequence[int],
+        *,
+        finish: FinishReason | None = None,
+        stop_token: int | None = None,
+        logprobs: list[Logprob] | None = None,
+        cached_tokens: int | None = None,
+        prompt_logprobs: list[Logprob | None] | None = None,
+    ) -> None:
+        """New tokens; after an abort or the end nobody listens."""
+        if self.closed:
+            return
+        self.closed = finish is not None
+        tokens = Tokens(
+            request=self.request.id,
+            attempt=0,
+            index=self._index,
+            token_ids=list(token_ids),
+            finish=finish,
+            logprobs=logprobs,
+            stop_token=stop_token,
+            cached_tokens=cached_tokens,
+            prompt_logprobs=prompt_logprobs,
+        )
+        self._index += len(token_ids)
+        self._sink.tokens(tokens)
+
+    def fail(self, error: RequestError) -> None:
+        if not self.closed:
+            self.closed = True
+            self._sink.error(error)
+
+
+Script = Callable[[Stage], Awaitable[None]]
+
+
+class ScriptedRouter:
+    """Plays `script` for each request. `requests` and `aborted` (ids) are what it was asked; `refusal`, when set, is
+    raised by `submit`."""
+
+    def __init__(self, script: Script, *, name: str = "scripted", model: str = "", max_model_len: int = 4096) -> None:
+        self.id = "router-scripted"
+        self.metrics_registry = CollectorRegistry()
+        self.ready = True
+        self.card: ScriptedCard | None = ScriptedCard(name, model or name, max_model_len)
+        self.script = script
+        self.requests: list[Request] = []
+        self.aborted: list[str] = []
+        self.refusal: RequestError | None = None
+        self.urls: dict[str, Role | None] = {}
+        self._running: dict[str, tuple[Stage, asyncio.Task[None]]] = {}
+
+    @property
+    def running(self) -> set[str]:
+        return set(self._running)
+
+    def model_card(self) -> ScriptedCard | None:
+        return self.card
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.requests.append(request)
+        stage = Stage(request, sink)
+        self._running[request.id] = stage, asyncio.create_task(self._play(stage))
+
+    async def _play(self, stage: Stage) -> None:
+        try:
+            await self.script(stage)
+        finally:
+            self._running.pop(stage.request.id, None)
+
+    def abort(self, request_id: str) -> None:
+        stage, task = self._running.pop(request_id, (None, None))
+        if stage is not None and task is not None:
+            self.aborted.append(request_id)
+            stage.closed = True
+            if task is not asyncio.current_task():  # a script whose token ended the request goes on, unheard
+                task.cancel()
+
+    def add_worker(self, url: str, role: Role | None = None) -> dict[str, Any]:
+        if not url.startswith("http://"):
+            raise ConfigError(f"{url!r} is not a worker's address. Give http://HOST:PORT")
+        self.urls[url] = role
+        return {"url": url, "role": role}
+
+    def remove_worker(self, url_or_id: str, drain: bool = True) -> dict[str, Any]:
+        if url_or_id not in self.urls:
+            raise ConfigError(f"there is no worker {url_or_id!r}")
+        return {"url": url_or_id, "role": self.urls.pop(url_or_id), "drain": drain}
+
+    def describe(self) -> dict[str, Any]:
+        return {"router": self.id, "ready": self.ready, "workers": [{"url": url} for url in self.urls]}
+
+    def audit(self) -> dict[str, Any]:
+        return {"problems": [], "stages": {"decode": len(self._running)}}
