@@ -80,6 +80,15 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     preflight_bytes: Annotated[
         int, Meta(ge=4096, description="Size of the area that a route's preflight writes, verifies and times.")
     ] = 4 << 20
+    cuda_programs: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1024,
+            description="Thread blocks of the kernel that copies pages between GPUs; more fill the link, fewer leave more "
+            "of the GPU to the model.",
+        ),
+    ] = 64
     fake_seed: Annotated[int, Meta(description="Seed of the fake transport's trouble.")] = 0
     fake_trouble: Annotated[
         float, Meta(ge=0.0, le=1.0, description="Share of copies that the fake transport delays, reorders or loses.")

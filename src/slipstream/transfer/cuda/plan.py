@@ -1,0 +1,191 @@
+"""Decides how a batch of runs is copied: by the copy engine, by the kernel, or each by what suits it.
+
+The copy engine moves a long run at the rate of the link but pays for every run; the kernel pays once for a batch and is
+a little slower per byte. What either costs is measured on the pair of GPUs at hand (`CopyCosts`), and the cheaper way
+is taken. Before that, `survey` looks at every offset once: whether the batch stays inside both regions, whether all
+runs have one length, and what alignment they share.
+
+Pure: numpy and arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.transfer.transports.base import Runs
+
+WORD = 16  # bytes that one lane of the kernel moves at once
+PIECE_BYTES = 64 << 10  # longest run of unequal ones that one program moves, so that the work is even
+_BLOCK = 16384  # runs looked at together, so that they are still in the cache for the next look
+
+
+class Survey(NamedTuple):
+    """What is known of a batch: `length` of all runs, 0 when they differ; `alignment` is the largest power of two, up
+    to 4096, that divides all offsets and, when they are equal, the length; `total` bytes; no offset is above `reach`."""
+
+    length: int
+    alignment: int
+    total: int
+    reach: int
+
+
+def survey(runs: Runs, source_bytes: int, destination_bytes: int) -> Survey:
+    """Checks every run of a batch that is not empty.
+
+    Raises ValueError when columns differ in length, a run is empty or leaves its region; the message names the run.
+    """
+    count = len(runs.length)
+    if len(runs.source) != count or len(runs.destination) != count:
+        raise ValueError(
+            f"columns of {len(runs.source)}, {len(runs.destination)} and {count} rows are not one list of runs"
+        )
+    if count == 0:
+        raise ValueError("a batch without runs")
+    length = _common_length(runs.length)
+    bits = length
+    for side, offsets, size in (
+        ("source", runs.source, source_bytes),
+        ("destination", runs.destination, destination_bytes),
+    ):
+        inside, seen = _look(offsets, runs.length, length, size)
+        if not inside:
+            raise ValueError(_outside(side, offsets, runs.length, size))
+        bits |= seen
+    total = length * count if length else int(runs.length.sum())
+    return Survey(length, min(bits & -bits, 4096) if bits else 4096, total, max(source_bytes, destination_bytes))
+
+
+def _common_length(length: NDArray[np.int64]) -> int:
+    """The length of all runs, or 0. A column that was broadcast from one number costs nothing to look at."""
+    first = int(length[0])
+    if length.strides == (0,) or bool((length == first).all()):
+        return max(first, 0)
+    return 0
+
+
+def _look(offsets: NDArray[np.int64], length: NDArray[np.int64], common: int, size: int) -> tuple[bool, int]:
+    """(whether all runs are inside [0, size), the OR of all offsets)."""
+    bits = 0
+    for start in range(0, len(offsets), _BLOCK):
+        block = offsets[start : start + _BLOCK]
+        bits |= int(np.bitwise_or.reduce(block))
+        if common:  # a negative offset is a very large one without its sign
+            if int(block.view(np.uint64).max()) > size - common if size >= common else True:
+                return False, 0
+        else:
+            lengths = length[start : start + _BLOCK]
+            if int(lengths.min()) <= 0 or int(block.min()) < 0 or bool((lengths > size - block).any()):
+                return False, 0
+    return True, bits
+
+
+def _outside(side: str, offsets: NDArray[np.int64], length: NDArray[np.int64], size: int) -> str:
+    bad = int(np.flatnonzero((offsets < 0) | (length <= 0) | (length > size - offsets))[0])
+    return (
+        f"run {bad} of {len(offsets)} leaves the {side} region: {int(length[bad])} bytes at {int(offsets[bad])}, "
+        f"the region has {size}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCosts:
+    """What copies cost between two pools, measured; seconds and seconds a byte.
+
+    A batch of n runs and B bytes takes kernel_start + B * kernel_byte by the kernel, and
+    engine_start + n * engine_run + B * engine_byte by the copy engine.
+    """
+
+    kernel_start: float
+    kernel_byte: float
+    engine_start: float
+    engine_run: float
+    engine_byte: float
+
+    def kernel(self, total: int) -> float:
+        return self.kernel_start + total * self.kernel_byte
+
+    def engine(self, count: int, total: int) -> float:
+        return self.engine_start + count * self.engine_run + total * self.engine_byte
+
+    @property
+    def crossover(self) -> float:
+        """The run length in bytes from which on the engine is faster in a large batch; inf when it never is."""
+        gain = self.kernel_byte - self.engine_byte
+        return self.engine_run / gain if gain > 0 else math.inf
+
+
+def costs_from_times(
+    kernel_small: float, kernel_large: float, engine_small: float, engine_many: float, engine_few: float, sizes: Sizes
+) -> CopyCosts:
+    """Solves the five costs from five measured times.
+
+    `kernel_small` and `engine_small` move one run of `sizes.small` bytes; the others move `sizes.large` bytes each,
+    in one run a kernel batch, `sizes.many` and `sizes.few` runs by the engine. Noise never makes a cost negative.
+    """
+    span = sizes.large - sizes.small
+    engine_run = max((engine_many - engine_few) / (sizes.many - sizes.few), 0.0)
+    engine_byte = max((engine_few - engine_small - (sizes.few - 1) * engine_run) / span, 1e-15)
+    kernel_byte = max((kernel_large - kernel_small) / span, 1e-15)
+    return CopyCosts(
+        kernel_start=max(kernel_small - sizes.small * kernel_byte, 0.0),
+        kernel_byte=kernel_byte,
+        engine_start=max(engine_small - engine_run - sizes.small * engine_byte, 0.0),
+        engine_run=engine_run,
+        engine_byte=engine_byte,
+    )
+
+
+class Sizes(NamedTuple):
+    """What the five measurements move."""
+
+    small: int
+    large: int
+    many: int
+    few: int
+
+
+class Division(NamedTuple):
+    """Which runs go by which way: row numbers, None for all of them; an empty array for none."""
+
+    kernel: NDArray[np.int64] | None
+    engine: NDArray[np.int64] | None
+
+
+_NONE = np.empty(0, np.int64)
+_ALL_BY_KERNEL = Division(None, _NONE)
+_ALL_BY_ENGINE = Division(_NONE, None)
+
+
+def divide(runs: Runs, seen: Survey, costs: CopyCosts) -> Division:
+    """Takes the cheapest of: all by the kernel, all by the engine, long runs by the engine and the rest by the kernel.
+
+    Where the engine is as good it is preferred: it takes no multiprocessor from the model.
+    """
+    count = len(runs.length)
+    by_kernel = costs.kernel(seen.total)
+    by_engine = costs.engine(count, seen.total)
+    if seen.length == 0 and costs.crossover < math.inf:
+        long = runs.length >= costs.crossover
+        many = int(long.sum())
+        if 0 < many < count:
+            moved = int(runs.length[long].sum())
+            both = costs.engine(many, moved) + costs.kernel(seen.total - moved)
+            if both < min(by_kernel, by_engine):
+                return Division(np.flatnonzero(~long), np.flatnonzero(long))
+    return _ALL_BY_ENGINE if by_engine <= by_kernel else _ALL_BY_KERNEL
+
+
+def cut_long_runs(runs: Runs) -> Runs:
+    """Cuts runs of more than PIECE_BYTES into pieces of it, the last of a run shorter."""
+    if int(runs.length.max(initial=0)) <= PIECE_BYTES:
+        return runs
+    pieces = -(-runs.length // PIECE_BYTES)
+    owner = np.repeat(np.arange(len(pieces)), pieces)
+    inside = (np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * PIECE_BYTES
+    length = np.minimum(runs.length[owner] - inside, PIECE_BYTES)
+    return Runs(runs.source[owner] + inside, runs.destination[owner] + inside, length)
