@@ -10,6 +10,7 @@ Pure: numpy and arithmetic.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -24,11 +25,11 @@ class HeadRange(NamedTuple):
     """The KV heads that one rank holds. Ranks of one worker may hold the same heads (more ranks than heads)."""
 
     first: int
-    count: int
+    size: int
 
     @property
     def end(self) -> int:
-        return self.first + self.count
+        return self.first + self.size
 
 
 class HeadMove(NamedTuple):
@@ -66,7 +67,9 @@ def head_moves(sources: Sequence[HeadRange], destinations: Sequence[HeadRange]) 
         for head in range(wanted.first, wanted.end):
             holders = [rank for rank, held in enumerate(sources) if held.first <= head < held.end]
             if not holders:
-                raise ValueError(f"no source rank holds KV head {head}, which destination rank {destination_rank} needs")
+                raise ValueError(
+                    f"no source rank holds KV head {head}, which destination rank {destination_rank} needs"
+                )
             source_rank = holders[destination_rank % len(holders)]
             last = moves[-1] if moves else None
             if (
@@ -74,7 +77,7 @@ def head_moves(sources: Sequence[HeadRange], destinations: Sequence[HeadRange]) 
                 and (last.source_rank, last.destination_rank) == (source_rank, destination_rank)
                 and last.heads.end == head
             ):
-                moves[-1] = last._replace(heads=HeadRange(last.heads.first, last.heads.count + 1))
+                moves[-1] = last._replace(heads=HeadRange(last.heads.first, last.heads.size + 1))
             else:
                 moves.append(HeadMove(source_rank, destination_rank, HeadRange(head, 1)))
     return tuple(moves)
@@ -93,7 +96,7 @@ def page_runs(
     page or one destination page twice, or when a rank does not hold the heads.
     """
     for side, layout in (("source", source), ("destination", destination)):
-        if heads.first < layout.first_head or heads.end > layout.first_head + layout.kv_heads or heads.count < 1:
+        if heads.first < layout.first_head or heads.end > layout.first_head + layout.kv_heads or heads.size < 1:
             raise ValueError(
                 f"the {side} rank holds KV heads {layout.first_head} to {layout.first_head + layout.kv_heads - 1}, "
                 f"not {heads.first} to {heads.end - 1}"
@@ -103,7 +106,7 @@ def page_runs(
     from_pages, to_pages = _page_lists(source_pages, destination_pages)
     offsets_from = from_pages * source.page_bytes + (heads.first - source.first_head) * source.head_bytes
     offsets_to = to_pages * destination.page_bytes + (heads.first - destination.first_head) * destination.head_bytes
-    length = heads.count * source.head_bytes
+    length = heads.size * source.head_bytes
     return merged(Runs(offsets_from, offsets_to, np.full(len(from_pages), length, np.int64)))
 
 
@@ -139,7 +142,9 @@ def merged(runs: Runs) -> Runs:
 
 
 def check_bounds(runs: Runs, source_bytes: int, destination_bytes: int) -> None:
-    """Raises ValueError when a run is empty or leaves either region."""
+    """Raises ValueError when there are no runs, or one is empty or leaves either region."""
+    if len(runs.length) == 0:
+        raise ValueError("a copy needs at least one run")
     for side, offsets, size in (
         ("source", runs.source, source_bytes),
         ("destination", runs.destination, destination_bytes),
@@ -165,7 +170,7 @@ def split(runs: Runs, piece_bytes: int, piece_runs: int) -> Iterator[Runs]:
     source, destination = runs.source[owner] + inside, runs.destination[owner] + inside
     length = np.diff(cuts, append=total)
     bounds = np.append(np.flatnonzero(np.diff(cuts // piece_bytes, prepend=-1)), len(cuts)).tolist()
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, end in itertools.pairwise(bounds):
         for first in range(start, end, piece_runs):
             piece = slice(first, min(first + piece_runs, end))
             yield Runs(source[piece], destination[piece], length[piece])

@@ -79,6 +79,7 @@ class Exports(msgspec.Struct, frozen=True, kw_only=True):
     process: str  # unique a process
     agent: str  # unique a transfer agent: the name under which this rank opens the memory of others
     descriptions: list[Description]
+    refused: dict[str, str] = {}  # transports that this rank does not offer, and why
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,60 @@
+"""What travels on a stream of the tcp transport. All integers are little-endian.
+
+    greeting   magic, token, length of the agent's name, name           answer: the magic again, or the end
+    piece      sequence number, number of runs, bytes in all; one (offset, length) pair a run; the bytes
+    answer     sequence number, length of a text, text                  no text: every byte of the piece is in place
+
+The receiver reads the bytes of a piece straight into its memory, after it has checked the runs against its bounds. It
+answers a piece it cannot take with a text and ends the stream. It ends a stream only when it has stopped writing, so
+that the end of the stream tells the sender that nothing more of it can arrive.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Sequence
+
+MAGIC = b"slipkv\x00\x01"
+GREETING = struct.Struct("<8s16sH")
+PIECE = struct.Struct("<QIQ")
+ANSWER = struct.Struct("<QH")
+MAX_NAME = 256
+MAX_RUNS = 1000  # one piece is one sendmsg: its vectors, the header and the table stay below IOV_MAX (1024)
+MAX_PIECE = 1 << 30
+
+
+def receive_exactly(sock: socket.socket, buffer: memoryview) -> bool:
+    """Fills the buffer; False when the stream ends before."""
+    while len(buffer):
+        count = sock.recv_into(buffer, 0, socket.MSG_WAITALL)
+        if count == 0:
+            return False
+        buffer = buffer[count:]
+    return True
+
+
+def receive_vectors(sock: socket.socket, vectors: Sequence[memoryview]) -> bool:
+    """Fills all buffers in as few calls as possible; False when the stream ends before."""
+    left = list(vectors)
+    while left:
+        count = sock.recvmsg_into(left, 0, socket.MSG_WAITALL)[0]
+        if count == 0:
+            return False
+        left = _behind(left, count)
+    return True
+
+
+def send_vectors(sock: socket.socket, vectors: Sequence[memoryview]) -> None:
+    """Sends all buffers. Raises OSError."""
+    left = list(vectors)
+    while left:
+        left = _behind(left, sock.sendmsg(left))
+
+
+def _behind(vectors: list[memoryview], count: int) -> list[memoryview]:
+    for index, vector in enumerate(vectors):
+        if count < len(vector):
+            return [vector[count:], *vectors[index + 1 :]]
+        count -= len(vector)
+    return []

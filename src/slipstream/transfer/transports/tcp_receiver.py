@@ -1,0 +1,191 @@
+"""The receiving half of the tcp transport: a listener, and a thread a stream that reads into the pool.
+
+A stream belongs to the agent that its greeting names, which must know the token and be admitted. `cut_off` ends the
+streams of one agent and is done when their threads have stopped, which this process can prove by itself, whatever state
+the other side is in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import secrets
+import socket
+import threading
+from concurrent.futures import Future
+
+import numpy as np
+
+from slipstream.transfer.transports.tcp_frames import (
+    ANSWER,
+    GREETING,
+    MAGIC,
+    MAX_NAME,
+    MAX_PIECE,
+    MAX_RUNS,
+    PIECE,
+    receive_exactly,
+    receive_vectors,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_STRANGERS = 64
+GREETING_S = 5.0
+
+
+class _Incoming:
+    """One accepted stream; `agent` is empty until it has greeted."""
+
+    def __init__(self, sock: socket.socket, label: str) -> None:
+        self.sock, self.label = sock, label
+        self.agent = ""
+
+    def end(self) -> None:
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+
+class Receiver:
+    """Writes into `memory` what admitted agents send. Raises OSError when the address cannot be listened on."""
+
+    def __init__(self, memory: memoryview, host: str, port: int) -> None:
+        self.token = secrets.token_bytes(16)
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._admitted: set[str] = set()
+        self._incoming: dict[_Incoming, threading.Thread] = {}
+        self._leaving: dict[str, list[Future[None]]] = {}
+        self._closing = False
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=128)
+        self.port: int = self._listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._accept, name="slipstream-tcp-accept", daemon=True)
+        self._thread.start()
+
+    def admit(self, agent: str) -> None:
+        with self._lock:
+            self._admitted.add(agent)
+
+    def cut_off(self, agent: str) -> Future[None]:
+        future: Future[None] = Future()
+        with self._lock:
+            self._admitted.discard(agent)
+            streams = [stream for stream in self._incoming if stream.agent == agent]
+            if not streams:
+                future.set_result(None)
+                return future
+            self._leaving.setdefault(agent, []).append(future)
+        for stream in streams:
+            stream.end()
+        return future
+
+    def close(self) -> None:
+        """Ends listener and streams; returns when no thread writes any more."""
+        with self._lock:
+            self._closing = True
+            threads = dict(self._incoming)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+        for stream in threads:
+            stream.end()
+        for thread in threads.values():
+            thread.join()
+
+    # ------------------------------------------------------------------------------------------- threads
+
+    def _accept(self) -> None:
+        while not self._closing:
+            try:
+                sock, address = self._listener.accept()
+            except OSError as error:
+                if not self._closing:
+                    logger.warning("cannot accept a tcp transfer stream: %s", error)
+                continue
+            stream = _Incoming(sock, f"{address[0]}:{address[1]}")
+            thread = threading.Thread(target=self._serve, args=(stream,), name="slipstream-tcp-in", daemon=True)
+            with self._lock:
+                strangers = sum(not other.agent for other in self._incoming)
+                taken = not self._closing and strangers < MAX_STRANGERS
+                if taken:
+                    self._incoming[stream] = thread
+                    thread.start()
+            if not taken:
+                sock.close()
+
+    def _serve(self, stream: _Incoming) -> None:
+        try:
+            if self._greet(stream):
+                self._receive(stream)
+        except (OSError, ValueError) as error:
+            if stream.agent and not self._closing:
+                logger.warning("transfer stream from %s ended: %s", stream.label, error)
+        finally:
+            stream.sock.close()
+            with self._lock:
+                del self._incoming[stream]
+                last = all(other.agent != stream.agent for other in self._incoming)
+                done = self._leaving.pop(stream.agent, []) if last else []
+            for future in done:
+                future.set_result(None)
+
+    def _greet(self, stream: _Incoming) -> bool:
+        sock = stream.sock
+        sock.settimeout(GREETING_S)
+        head = memoryview(bytearray(GREETING.size))
+        if not receive_exactly(sock, head):
+            return False
+        magic, token, size = GREETING.unpack(head)
+        if magic != MAGIC or size > MAX_NAME:
+            logger.warning("closed a connection from %s: it does not speak the tcp transfer protocol", stream.label)
+            return False
+        name = memoryview(bytearray(size))
+        if not receive_exactly(sock, name):
+            return False
+        agent = bytes(name).decode(errors="replace")
+        with self._lock:
+            known = hmac.compare_digest(token, self.token)
+            if known and agent in self._admitted:
+                stream.agent = agent
+        if not stream.agent:
+            reason = f"agent {agent!r} is not admitted" if known else "the token is wrong"
+            logger.warning("refused a tcp transfer stream from %s: %s", stream.label, reason)
+            return False
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.sendall(MAGIC)
+        return True
+
+    def _receive(self, stream: _Incoming) -> None:
+        sock, memory = stream.sock, self._memory
+        head = memoryview(bytearray(PIECE.size))
+        table = np.empty((MAX_RUNS, 2), np.int64)
+        while receive_exactly(sock, head):
+            sequence, count, total = PIECE.unpack(head)
+            problem = "" if 0 < count <= MAX_RUNS and 0 < total <= MAX_PIECE else f"{count} runs, {total} bytes"
+            runs = table[:count]
+            if not problem:
+                if not receive_exactly(sock, runs.data.cast("B")):
+                    return
+                problem = _problem(runs, total, len(memory))
+            if problem:
+                text = f"refused a piece that does not fit this pool: {problem}".encode()
+                sock.sendall(ANSWER.pack(sequence, len(text)) + text)
+                raise ValueError(text.decode())
+            if not receive_vectors(sock, [memory[at : at + size] for at, size in runs.tolist()]):
+                return
+            sock.sendall(ANSWER.pack(sequence, 0))
+
+
+def _problem(runs: np.ndarray, total: int, size: int) -> str:
+    offsets, lengths = runs[:, 0], runs[:, 1]
+    bad = np.flatnonzero((offsets < 0) | (lengths <= 0) | (lengths > size - offsets))
+    if len(bad):
+        return f"{int(lengths[bad[0]])} bytes at {int(offsets[bad[0]])} of {size}"
+    if int(lengths.sum()) != total:
+        return f"runs of {int(lengths.sum())} bytes announced as {total}"
+    return ""
