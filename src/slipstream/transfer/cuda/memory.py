@@ -36,7 +36,7 @@ class Seal(msgspec.Struct, frozen=True, array_like=True):
     """What stands behind the pages of a pool, for those who map it: the contract between exporter and importer."""
 
     generation: bytes
-    bytes: int  # of the region: pages and probe area
+    region_bytes: int  # pages and probe area
     page_bytes: int
     scratch_offset: int
     scratch_bytes: int

@@ -60,7 +60,7 @@ class CudaRemote:
     """A peer's pool in our address space. `costs` are those of writing to it, `read_costs` of reading."""
 
     def __init__(self, connection: socket.socket, address: int, seal: Seal, mapped: bool) -> None:
-        self.bytes = seal.bytes
+        self.bytes = seal.region_bytes
         self.connection = connection
         self.address = address
         self.seal = seal
@@ -156,9 +156,9 @@ class CudaIpcTransport:
     def _map(self, connection: socket.socket, handle: Handle, exports: Exports) -> CudaRemote:
         self._device.use()
         seal = handle.seal
-        if (seal.bytes, seal.page_bytes) != (exports.bytes, exports.page_bytes):
+        if (seal.region_bytes, seal.page_bytes) != (exports.bytes, exports.page_bytes):
             raise RouteUnavailable(
-                f"the peer announced {exports.bytes} bytes in pages of {exports.page_bytes}, its pool has {seal.bytes} in "
+                f"the peer announced {exports.bytes} bytes in pages of {exports.page_bytes}, its pool has {seal.region_bytes} in "
                 f"pages of {seal.page_bytes}"
             )
         if handle.process == process_name():
@@ -192,8 +192,8 @@ class CudaIpcTransport:
             raise RouteUnavailable(f"what was mapped is not the peer's pool: {error}") from error
         if found != remote.seal:
             raise RouteUnavailable(
-                f"what was mapped is another pool: generation {found.generation.hex()} and {found.bytes} bytes, "
-                f"announced were {remote.seal.generation.hex()} and {remote.seal.bytes}"
+                f"what was mapped is another pool: generation {found.generation.hex()} and {found.region_bytes} bytes, "
+                f"announced were {remote.seal.generation.hex()} and {remote.seal.region_bytes}"
             )
 
     def _why_not_opened(self, device: str, error: CudaError) -> str:

@@ -1,0 +1,579 @@
+"""The cuda_ipc transport without a GPU: its logic runs over a device whose memory is the host's and whose streams are
+queues that the test works off. What needs a real GPU is in tests/gpu."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from slipstream.config import TransferConfig
+from slipstream.errors import ConfigError, PeerLost, PoolTooSmall, RouteUnavailable
+from slipstream.transfer.cuda.alarm import Alarm
+from slipstream.transfer.cuda.copier import Copier, CopySettings, Launch
+from slipstream.transfer.cuda.door import ProcessDoor
+from slipstream.transfer.cuda.memory import DeviceMemory, Seal, read_seal, seal_offset
+from slipstream.transfer.cuda.runtime import CudaError, find_device, uuid_text
+from slipstream.transfer.transports.base import Context, Exports, Region, Runs
+from slipstream.transfer.transports.cuda_ipc import CudaIpcTransport, CudaRemote, event_handle
+from slipstream.transfer.transports.door import knock
+
+UUID = "GPU-00112233-4455-6677-8899-aabbccddeeff"
+PAGE = 4096
+PAGES = 64
+
+
+class HostDevice:
+    """A GPU of host memory. While `held`, work waits in the streams until `release`."""
+
+    def __init__(self, uuid: str = UUID) -> None:
+        self.index, self.uuid, self.is_mig = 0, uuid, False
+        self.held = False
+        self.memory: dict[int, Any] = {}
+        self.streams: dict[int, list[Callable[[], None]]] = defaultdict(list)
+        self.done_events: set[int] = set()
+        self.events: set[int] = set()
+        self.pinned: set[int] = set()
+        self.opened: set[int] = set()
+        self.broken = ""
+        self.room = 1 << 40
+        self.launches: list[Launch] = []
+        self._names = iter(range(1000, 1 << 30))
+
+    def use(self) -> None:
+        pass
+
+    def allocate(self, size: int) -> int:
+        if size > self.room:
+            raise CudaError("cudaMalloc", "cudaErrorMemoryAllocation", "out of memory")
+        block = (ctypes.c_uint8 * (size + 256))()
+        address = -(-ctypes.addressof(block) // 256) * 256
+        self.memory[address] = (block, size)
+        return address
+
+    def available(self) -> tuple[int, int]:
+        return self.room, self.room
+
+    def free(self, address: int) -> None:
+        del self.memory[address]
+
+    allocate_pinned, free_pinned = allocate, free
+
+    def pin(self, address: int, size: int) -> None:
+        self.pinned.add(address)
+
+    def unpin(self, address: int) -> None:
+        self.pinned.remove(address)
+
+    def fill(self, address: int, value: int, size: int) -> None:
+        ctypes.memset(address, value, size)
+
+    def read(self, address: int, host_address: int, size: int) -> None:
+        ctypes.memmove(host_address, address, size)
+
+    def write(self, address: int, host_address: int, size: int) -> None:
+        ctypes.memmove(address, host_address, size)
+
+    def export_handle(self, address: int) -> bytes:
+        return address.to_bytes(8, "little") * 8
+
+    def open_handle(self, handle: bytes) -> int:
+        address = int.from_bytes(handle[:8], "little")
+        self.opened.add(address)
+        return address
+
+    def close_handle(self, address: int) -> None:
+        self.opened.remove(address)
+
+    def extent(self, address: int) -> tuple[int, int]:
+        for start, (_, size) in self.memory.items():
+            if start <= address < start + size:
+                return start, size
+        raise CudaError("cuMemGetAddressRange", "CUDA_ERROR_NOT_FOUND", "no allocation")
+
+    def reach_peer(self, uuid: str) -> str | None:
+        return None
+
+    def stream(self) -> int:
+        return next(self._names)
+
+    def destroy_stream(self, stream: int) -> None:
+        assert not self.streams[stream]
+
+    def event(self) -> int:
+        event = next(self._names)
+        self.events.add(event)
+        return event
+
+    def destroy_event(self, event: int) -> None:
+        self.events.remove(event)
+
+    def wait_for(self, stream: int, event: int) -> None:
+        self.streams[stream].append(lambda: self._assert_done(event))
+
+    def _assert_done(self, event: int) -> None:
+        assert event in self.done_events, "work ran before the event that it had to wait for"
+
+    def record(self, event: int, stream: int) -> None:
+        self.done_events.discard(event)
+        self._queue(stream, lambda: self.done_events.add(event))
+
+    def is_done(self, event: int) -> bool:
+        if self.broken:
+            raise CudaError("cudaEventQuery", self.broken, "an illegal memory access was encountered")
+        return event in self.done_events
+
+    def wait(self, event: int) -> None:
+        self.release()
+        assert event in self.done_events
+
+    def copy(self, destination: int, source: int, size: int, stream: int) -> None:
+        self._queue(stream, lambda: ctypes.memmove(destination, source, size))
+
+    def copy_batch(self, destinations: list[int], sources: list[int], sizes: list[int], stream: int) -> None:
+        for to, origin, size in zip(destinations, sources, sizes, strict=True):
+            self.copy(to, origin, size, stream)
+
+    def launch(self, launch: Launch, stream: int, settings: CopySettings) -> None:
+        """Does what the kernels do, from the list in device memory."""
+        self.launches.append(launch)
+        self._queue(stream, lambda: self._move(launch))
+
+    def _move(self, launch: Launch) -> None:
+        columns, kind = (2, np.int32) if launch.length else (3, np.int64)
+        size = columns * launch.runs
+        raw = (ctypes.c_uint8 * (size * np.dtype(kind).itemsize)).from_address(launch.lists)
+        lists = np.frombuffer(raw, kind).astype(np.int64).reshape(columns, launch.runs)
+        for row in range(launch.runs):
+            length = launch.length or int(lists[2, row])
+            source, destination = (int(lists[side, row]) << launch.shift for side in (0, 1))
+            ctypes.memmove(launch.destination_at + destination, launch.source_at + source, length)
+
+    def _queue(self, stream: int, work: Callable[[], None]) -> None:
+        self.streams[stream].append(work)
+        if not self.held:
+            self.release()
+
+    def release(self) -> None:
+        """Runs everything that waits."""
+        self.held = False
+        for queue in self.streams.values():
+            while queue:
+                queue.pop(0)()
+
+
+def contents(memory: DeviceMemory) -> np.ndarray:
+    return np.frombuffer((ctypes.c_uint8 * memory.region.bytes).from_address(memory.address), np.uint8)
+
+
+class Rank:
+    """A pool and its transport."""
+
+    def __init__(self, name: str, device: HostDevice) -> None:
+        self.name, self.device = name, device
+        self.memory = DeviceMemory(device, PAGES, PAGE, 8192)  # type: ignore[arg-type]
+        context = Context(self.memory.region, TransferConfig(), name, "127.0.0.1")
+        copiers = lambda device, settings: Copier(device, settings, launch=self.device.launch)  # noqa: E731
+        self.transport = CudaIpcTransport(context, device, copiers)  # type: ignore[arg-type]
+
+    def exports(self, **changes: Any) -> Exports:
+        region = self.memory.region
+        plain = Exports(
+            rank=0,
+            first_head=0,
+            heads=1,
+            kind="cuda",
+            device=region.device,
+            bytes=region.bytes,
+            page_bytes=PAGE,
+            pages=PAGES,
+            probe_offset=region.probe_offset,
+            probe_bytes=8192,
+            machine="",
+            process="",
+            agent=self.name,
+            descriptions=[],
+        )
+        return msgspec.structs.replace(plain, **changes)
+
+    def open(self, peer: Rank) -> CudaRemote:
+        peer.transport.admit(self.name)
+        return self.transport.open(peer.exports(), peer.transport.export())
+
+    def close(self) -> None:
+        self.device.release()
+        self.transport.shutdown()
+        self.memory.close()
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Rank, Rank]]:
+    """Two ranks that take each other for separate processes, so that handles are opened."""
+    names = iter(str(n) for n in range(1 << 20))
+    monkeypatch.setattr("slipstream.transfer.transports.cuda_ipc.process_name", lambda: next(names))
+    device = HostDevice()
+    pair = Rank("a", device), Rank("b", device)
+    for rank in pair:
+        contents(rank.memory)[:] = np.random.default_rng(ord(rank.name)).integers(0, 256, rank.memory.region.bytes)
+    yield pair
+    for rank in pair:
+        rank.close()
+
+
+def page_runs(source: list[int], destination: list[int]) -> Runs:
+    pages = [np.array(pages, np.int64) * PAGE for pages in (source, destination)]
+    return Runs(*pages, np.full(len(source), PAGE, np.int64))
+
+
+def completions(rank: Rank, count: int, seconds: float = 5.0) -> list[Any]:
+    """Sleeps on the transport's descriptor as the mover does, until `count` tickets have come back."""
+    found: list[Any] = []
+    end = time.monotonic() + seconds
+    while len(found) < count and time.monotonic() < end:
+        if select.select([rank.transport.fileno()], [], [], 0.2)[0]:
+            found += rank.transport.poll()
+    return found
+
+
+def test_pages_arrive_at_their_places_and_nothing_else_changes(ranks: tuple[Rank, Rank]):
+    a, b = ranks
+    remote = a.open(b)
+    want = contents(b.memory).copy()
+    random = np.random.default_rng(1)
+    source, destination = random.permutation(PAGES)[:40].tolist(), random.permutation(PAGES)[:40].tolist()
+    for here, there in zip(source, destination, strict=True):
+        want[there * PAGE : (there + 1) * PAGE] = contents(a.memory)[here * PAGE : (here + 1) * PAGE]
+    ticket = a.transport.write(remote, page_runs(source, destination))
+    assert completions(a, 1) == [_done(ticket)]
+    assert (contents(b.memory) == want).all()
+
+
+def _done(ticket: int, error: str | None = None) -> Any:
+    from slipstream.transfer.transports.base import Completion
+
+    return Completion(ticket, error)
+
+
+def test_reading_goes_the_other_way(ranks: tuple[Rank, Rank]):
+    a, b = ranks
+    remote = a.open(b)
+    ticket = a.transport.read(remote, page_runs([3, 9], [1, 2]))
+    assert completions(a, 1) == [_done(ticket)]
+    assert (contents(a.memory)[PAGE : 3 * PAGE].reshape(2, PAGE) == contents(b.memory).reshape(-1, PAGE)[[3, 9]]).all()
+
+
+def test_runs_of_any_length_and_offset_arrive(ranks: tuple[Rank, Rank]):
+    a, b = ranks
+    remote = a.open(b)
+    random = np.random.default_rng(2)
+    for _ in range(20):
+        lengths = random.integers(1, 3000, size=50)
+        gaps = random.integers(0, 40, size=(2, 50))
+        source = np.cumsum(gaps[0]) + np.concatenate(([0], np.cumsum(lengths)[:-1]))
+        destination = np.cumsum(gaps[1]) + np.concatenate(([0], np.cumsum(lengths)[:-1]))
+        want = contents(b.memory).copy()
+        for s, d, n in zip(source, destination, lengths, strict=True):
+            want[d : d + n] = contents(a.memory)[s : s + n]
+        ticket = a.transport.write(remote, Runs(source.astype(np.int64), destination.astype(np.int64), lengths))
+        assert completions(a, 1) == [_done(ticket)]
+        assert (contents(b.memory) == want).all()
+
+
+def test_many_runs_of_one_length_go_in_few_launches(ranks: tuple[Rank, Rank]):
+    a, b = ranks
+    remote = a.open(b)
+    a.device.launches.clear()
+    offsets = np.random.default_rng(3).permutation(PAGES * PAGE // 16).astype(np.int64) * 16
+    ticket = a.transport.write(remote, Runs(offsets, offsets, np.full(len(offsets), 16, np.int64)))
+    assert completions(a, 1) == [_done(ticket)]
+    assert len(a.device.launches) == 1
+    assert (contents(b.memory)[: PAGES * PAGE] == contents(a.memory)[: PAGES * PAGE]).all()
+
+
+def test_a_run_outside_the_region_writes_nothing(ranks: tuple[Rank, Rank]):
+    a, b = ranks
+    remote = a.open(b)
+    before = contents(b.memory).copy()
+    runs = page_runs([0, 1], [0, 1])
+    runs.destination[1] = b.memory.region.bytes - 100
+    with pytest.raises(ValueError, match="run 1 of 2 leaves the destination region"):
+        a.transport.write(remote, runs)
+    assert (contents(b.memory) == before).all()
+    assert a.transport.poll() == []
+
+
+def test_tickets_under_way_are_reported_when_their_copies_are_done(ranks: tuple[Rank, Rank]):
+    a, b = ranks
+    remote = a.open(b)
+    a.device.held = True
+    tickets = [a.transport.write(remote, page_runs([page], [page])) for page in range(8)]
+    assert a.transport.poll() == []
+    assert not (contents(b.memory)[:PAGE] == contents(a.memory)[:PAGE]).all()
+    a.device.release()
+    assert sorted(done.ticket for done in completions(a, 8)) == tickets
+    assert (contents(b.memory)[: 8 * PAGE] == contents(a.memory)[: 8 * PAGE]).all()
+
+
+def test_a_copy_waits_for_the_event_before_it(ranks: tuple[Rank, Rank]):
+    a, b = ranks
+    remote = a.open(b)
+    event = a.device.event()
+    a.device.held = True
+    ticket = a.transport.write(remote, page_runs([0], [0]), after=event)
+    with pytest.raises(AssertionError, match="before the event"):
+        a.device.release()
+    a.device.done_events.add(event)
+    a.device.release()
+    assert completions(a, 1) == [_done(ticket)]
+
+
+def test_an_empty_batch_is_done_at_once(ranks: tuple[Rank, Rank]):
+    a, b = ranks
+    ticket = a.transport.write(a.open(b), page_runs([], []))
+    assert completions(a, 1) == [_done(ticket)]
+
+
+def test_a_closed_remote_reports_its_tickets_after_their_copies_and_unmaps_then(ranks: tuple[Rank, Rank]):
+    a, b = ranks
+    remote = a.open(b)
+    gone = b.transport.cut_off("nobody")
+    assert gone.done()
+    a.device.held = True
+    ticket = a.transport.write(remote, page_runs([5], [6]))
+    a.transport.close(remote)
+    leaving = b.transport.cut_off("a")
+    assert a.transport.poll() == []
+    assert a.device.opened == {b.memory.address}
+    assert not leaving.done()
+    a.device.release()
+    assert completions(a, 1) == [_done(ticket, "the route was closed")]
+    assert a.device.opened == set()
+    leaving.result(5)
+    with pytest.raises(PeerLost, match="closed"):
+        a.transport.write(remote, page_runs([0], [0]))
+
+
+def test_a_peer_that_withdraws_is_lost_after_the_copies_under_way(ranks: tuple[Rank, Rank]):
+    a, b = ranks
+    remote = a.open(b)
+    a.device.held = True
+    ticket = a.transport.write(remote, page_runs([5], [6]))
+    leaving = b.transport.cut_off("a")
+    time.sleep(0.05)
+    assert a.transport.poll() == []
+    assert not leaving.done()
+    a.device.release()
+    (done,) = completions(a, 1)
+    assert done.ticket == ticket
+    assert "withdrawn" in done.error
+    leaving.result(5)
+    with pytest.raises(RouteUnavailable, match="not admitted"):
+        a.transport.open(b.exports(), b.transport.export())
+
+
+def test_a_lost_context_fails_the_tickets(ranks: tuple[Rank, Rank]):
+    a, b = ranks
+    remote = a.open(b)
+    a.device.held = True
+    ticket = a.transport.write(remote, page_runs([5], [6]))
+    a.device.broken = "cudaErrorIllegalAddress"
+    (done,) = completions(a, 1)
+    assert (done.ticket, "cudaErrorIllegalAddress" in done.error) == (ticket, True)
+    a.device.broken = ""
+
+
+def test_a_stale_mapping_is_refused(ranks: tuple[Rank, Rank]):
+    a, b = ranks
+    other = Seal(b"another pool" + bytes(4), b.memory.region.bytes, PAGE, 0, 0)
+    raw = np.frombuffer(other.to_bytes(), np.uint8)
+    b.device.write(b.memory.address + seal_offset(b.memory.region.bytes), raw.ctypes.data, len(raw))
+    with pytest.raises(RouteUnavailable, match="another pool"):
+        a.open(b)
+    assert a.device.opened == set()
+
+
+def test_a_pool_of_another_size_than_announced_is_refused(ranks: tuple[Rank, Rank]):
+    a, b = ranks
+    b.transport.admit("a")
+    with pytest.raises(RouteUnavailable, match="announced 4096 bytes"):
+        a.transport.open(b.exports(bytes=4096), b.transport.export())
+
+
+def test_memory_of_the_cpu_is_refused_on_either_side(ranks: tuple[Rank, Rank]):
+    a, b = ranks
+    with pytest.raises(RouteUnavailable, match="kind 'cpu'"):
+        a.transport.open(b.exports(kind="cpu"), b.transport.export())
+    region = Region(kind="cpu", address=0, bytes=10, page_bytes=1, pages=1, probe_offset=1)
+    with pytest.raises(RouteUnavailable, match="on the CPU"):
+        CudaIpcTransport(Context(region, TransferConfig(), "a", ""))
+
+
+def test_a_part_of_an_allocation_is_refused():
+    device = HostDevice()
+    start = device.allocate(1 << 20)
+    region = Region("cuda", start + 4096, 4096, 4096, 1, 4096, UUID, 0)
+    with pytest.raises(RouteUnavailable, match="part of an allocation"):
+        CudaIpcTransport(Context(region, TransferConfig(), "a", ""), device)  # type: ignore[arg-type]
+
+
+def test_a_mig_slice_is_refused():
+    device = HostDevice()
+    device.is_mig = True
+    memory = DeviceMemory(device, 1, PAGE, 0)  # type: ignore[arg-type]
+    with pytest.raises(RouteUnavailable, match="MIG"):
+        CudaIpcTransport(Context(memory.region, TransferConfig(), "a", ""), device)  # type: ignore[arg-type]
+
+
+def test_a_neighbour_in_the_same_process_is_used_in_place():
+    device = HostDevice()
+    a, b = Rank("a", device), Rank("b", device)
+    remote = a.open(b)
+    assert remote.address == b.memory.address
+    assert device.opened == set()
+    ticket = a.transport.write(remote, page_runs([1], [2]))
+    assert completions(a, 1) == [_done(ticket)]
+    a.close()
+    b.close()
+
+
+def test_a_pool_has_its_probe_area_behind_the_pages_and_its_seal_behind_both():
+    memory = DeviceMemory(HostDevice(), 3, 1000, 5000)  # type: ignore[arg-type]
+    region = memory.region
+    assert (region.probe_offset, region.bytes) == (4096, 9096)
+    seal = read_seal(memory.device, memory.address, region.bytes)
+    assert (seal.region_bytes, seal.page_bytes) == (9096, 1000)
+    assert seal.scratch_offset >= region.bytes
+    assert memory.__cuda_array_interface__["shape"] == (9096,)
+    memory.close()
+    memory.close()
+
+
+def test_two_pools_have_different_generations():
+    device = HostDevice()
+    pools = [DeviceMemory(device, 1, PAGE, 0) for _ in range(2)]  # type: ignore[arg-type]
+    seals = [read_seal(pool.device, pool.address, pool.region.bytes) for pool in pools]
+    assert seals[0].generation != seals[1].generation
+
+
+def test_a_pool_that_does_not_fit_says_what_is_free():
+    device = HostDevice()
+    device.room = 1 << 20
+    with pytest.raises(PoolTooSmall, match="1048576 are free"):
+        DeviceMemory(device, 1, PAGE, 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("raw", [b"", b"slipstream pool\n", b"slipstream pool\n\x05hello", bytes(256)])
+def test_what_is_no_seal_is_told(raw: bytes):
+    with pytest.raises(ValueError, match="seal"):
+        Seal.from_bytes(raw + bytes(256 - len(raw)))
+
+
+def test_devices_are_found_by_index_name_and_uuid():
+    uuids = [UUID, "GPU-ffffffff-4455-6677-8899-aabbccddeeff"]
+    assert [find_device(d, uuids) for d in (0, "1", "cuda", "cuda:1", UUID, "GPU-ff")] == [0, 1, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("device", [2, "cuda:7", "GPU-", "GPU-12", "cpu", "MIG-00", "", "GPU-00112233-4455-6677-88990"])
+def test_an_unknown_device_is_refused_with_what_there_is(device: str | int):
+    with pytest.raises(ConfigError, match="cuda:0 = GPU-00112233"):
+        find_device(device, [UUID])
+
+
+def test_a_uuid_reads_as_the_driver_writes_it():
+    assert uuid_text(bytes.fromhex("00112233445566778899aabbccddeeff")) == UUID
+
+
+def test_events_are_taken_from_torch_and_as_integers():
+    class Event:
+        cuda_event = 77
+
+    assert (event_handle(None), event_handle(Event()), event_handle(5)) == (None, 77, 5)
+    Event.cuda_event = 0
+    for wrong in (Event(), 0, "event"):
+        with pytest.raises(ValueError, match="recorded"):
+            event_handle(wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"programs": 0}, {"tile_bytes": 100}, {"tile_bytes": 3 << 10}, {"warps": 3}, {"streams": 0}])
+def test_impossible_settings_are_refused(wrong: dict[str, int]):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        CopySettings(**wrong)
+
+
+def test_an_alarm_is_readable_when_due_and_not_before():
+    alarm = Alarm()
+    alarm.set(30.0)
+    assert select.select([alarm], [], [], 0)[0] == []
+    alarm.set(0.0)
+    assert select.select([alarm], [], [], 5)[0] == [alarm]
+    alarm.hush()
+    assert select.select([alarm], [], [], 0)[0] == []
+    alarm.close()
+
+
+KNOCK = """
+import sys, time
+from slipstream.transfer.transports.door import Address, knock
+connection, payload, fds = knock(Address(sys.argv[1], bytes.fromhex(sys.argv[2])), "peer")
+print(payload.decode(), flush=True)
+if sys.argv[3] == "stay":
+    time.sleep(60)
+connection.close()
+time.sleep(60)
+"""
+
+
+def _peer(door: ProcessDoor, what: str) -> subprocess.Popen[str]:
+    door.admit("peer")
+    arguments = [sys.executable, "-c", KNOCK, door.address.name, door.address.token.hex(), what]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "the handle\n"
+    return process
+
+
+def test_a_killed_peer_is_gone_when_its_process_has_ended():
+    door = ProcessDoor(b"the handle", [])
+    process = _peer(door, "stay")
+    try:
+        leaving = door.cut_off("peer")
+        assert not leaving.done()
+        os.kill(process.pid, signal.SIGKILL)
+        leaving.result(10)
+        with open(f"/proc/{process.pid}/stat") as file:  # not yet reaped by us, but ended
+            assert file.read().rpartition(")")[2].split()[0] == "Z"
+    finally:
+        process.kill()
+        process.wait()
+        door.close()
+
+
+def test_a_living_peer_that_closed_its_connection_is_gone():
+    door = ProcessDoor(b"the handle", [])
+    process = _peer(door, "leave")
+    try:
+        door.cut_off("peer").result(10)
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+        door.close()
+
+
+def test_the_door_stays_shut_for_strangers():
+    door = ProcessDoor(b"the handle", [])
+    with pytest.raises(RouteUnavailable, match="not admitted"):
+        knock(door.address, "stranger")
+    door.close()
+    with pytest.raises(RouteUnavailable, match="has ended"):
+        knock(door.address, "stranger")
