@@ -268,7 +268,7 @@ def _from_environment(scope: Scope, environment: Mapping[str, str]) -> tuple[dic
         if text is not None:
             given[setting.name] = setting.parse(text, setting.variable)
     warnings = [
-        f"the environment variable {name} is not known to slipstream{_nearest(name, known)}"
+        f"the environment variable {name} is not known to slipstream{nearest(name, known)}"
         for name in sorted(environment)
         if name.startswith(PREFIX) and name not in known
     ]
@@ -289,7 +289,7 @@ def _from_file(scope: Scope, path: str) -> dict[str, Any]:
         if key in SECTIONS and isinstance(value, dict):
             given.update(_from_section(scope, path, key, value))
         elif key not in names:
-            hint = _nearest(key, names | set(SECTIONS))
+            hint = nearest(key, names | set(SECTIONS))
             raise ConfigError(f"{path}: there is no setting or section {key!r}{hint}.")
         elif key in scope:
             given[key] = scope[key].check(value, f"{path}: {key}")
@@ -301,13 +301,14 @@ def _from_section(scope: Scope, path: str, section: str, values: Mapping[str, An
     given: dict[str, Any] = {}
     for name, value in values.items():
         if name not in names:
-            raise ConfigError(f"{path}: section [{section}] has no setting {name!r}{_nearest(name, names)}.")
+            raise ConfigError(f"{path}: section [{section}] has no setting {name!r}{nearest(name, names)}.")
         if name in scope and scope[name].section == section:
             given[name] = scope[name].check(value, f"{path}: [{section}] {name}")
     return given
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` for the X in `known` that is most like `name`, "" when none is."""
     close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
 

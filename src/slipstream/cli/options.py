@@ -13,6 +13,7 @@ import click
 import msgspec.inspect as inspect
 
 from slipstream import settings
+from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.settings import Resolved, Scope, Setting
 
@@ -94,4 +95,12 @@ def resolve(scope: Scope, model: str | None, options: dict[str, Any]) -> Resolve
 
 def _whole_path(model: str) -> str:
     """A model on disk by its whole path, so that other processes find it from their own working directory."""
-    return os.path.abspath(model) if os.path.exists(model) else model
+    path = os.path.expanduser(model)
+    return os.path.abspath(path) if os.path.exists(path) else model
+
+
+def find_model(engine: EngineConfig) -> None:
+    """Finds the model's files, fetching them from the hub if need be, before anything heavy. Raises ModelError."""
+    from slipstream.model.files import locate
+
+    locate(engine.model, need_weights=engine.load_format != "dummy")

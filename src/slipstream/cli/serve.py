@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from slipstream import logs
-from slipstream.cli.options import SettingsCommand, resolve
+from slipstream.cli.options import SettingsCommand, find_model, resolve
 from slipstream.config import EngineConfig, FrontConfig, LaunchConfig, RouterConfig, TransferConfig, WorkerConfig
 from slipstream.settings import SERVE
 
@@ -49,4 +49,5 @@ def command(model_argument: str | None, **options: Any) -> None:
     machine = this_machine()
     launch = config.launch
     placements = place(machine, launch.prefill, launch.decode, launch.both, config.engine.device)
+    find_model(config.engine)
     sys.exit(Cluster(config, placements, machine).run())

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from slipstream import logs
-from slipstream.cli.options import SettingsCommand, resolve
+from slipstream.cli.options import SettingsCommand, find_model, resolve
 from slipstream.config import EngineConfig, FrontConfig, LaunchConfig, TransferConfig, WorkerConfig
 from slipstream.launch.lifeline import die_with_parent
 from slipstream.settings import WORKER
@@ -35,4 +35,5 @@ def command(model_argument: str | None, parent_fd: int | None, **options: Any) -
     from slipstream.launch.worker_process import run_worker
 
     engine, transfer = resolved.config(EngineConfig), resolved.config(TransferConfig)
+    find_model(engine)
     sys.exit(run_worker(engine, worker, transfer, resolved.config(LaunchConfig).drain_s))

@@ -1,0 +1,92 @@
+"""`slipstream generate`: one prompt, answered in the terminal by a cluster inside this process."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+import msgspec
+
+from slipstream import logs
+from slipstream.cli.options import SettingsCommand, find_model, resolve
+from slipstream.config import EngineConfig, FrontConfig, LaunchConfig
+from slipstream.errors import ConfigError
+from slipstream.settings import OFFLINE, Resolved
+from slipstream.types import SamplingParams
+
+
+@click.command("generate", cls=SettingsCommand, scope=OFFLINE)
+@click.argument("model_argument", metavar="MODEL")
+@click.argument("prompt", metavar="PROMPT")
+@click.option("--system", metavar="TEXT", help="System message in front of the prompt.")
+@click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the model's chat template.")
+@click.option("--max-tokens", type=click.IntRange(1), metavar="N", help="Longest answer.  [default: 256]")
+@click.option(
+    "--temperature", type=click.FloatRange(0.0), metavar="X", help="0 is greedy.  [default: the model's, or 1]"
+)
+@click.option("--top-k", type=click.IntRange(0), metavar="N", help="Choose among the N likeliest; 0 is off.")
+@click.option(
+    "--top-p", type=click.FloatRange(0.0, 1.0, min_open=True), metavar="X", help="Choose among the likeliest."
+)
+@click.option("--min-p", type=click.FloatRange(0.0, 1.0), metavar="X", help="Leave out what is X times less likely.")
+@click.option("--seed", type=click.IntRange(0), metavar="N", help="The same seed gives the same answer.  [default: 0]")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End the answer before this text.")
+def command(
+    model_argument: str, prompt: str, system: str | None, raw: bool, stop: tuple[str, ...], **options: Any
+) -> None:
+    """Answer PROMPT with MODEL in the terminal, without a server. PROMPT `-` is read from standard input.
+
+    A model with a chat template gets the prompt as a message of the user; others continue it, as --raw does.
+
+    \b
+    slipstream generate smollm2 "Why is the sky blue?"
+    slipstream generate smollm2 --raw "The sky is blue because" --max-tokens 40 --temperature 0
+    """
+    chosen = {name: options.pop(name) for name in ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")}
+    resolved = resolve(OFFLINE, model_argument, options)
+    log = resolved.config(FrontConfig)
+    logs.set_up("warning" if "log_level" not in resolved.given else log.log_level, log.log_format, "generate")
+    if raw and system:
+        raise ConfigError("--system needs the chat template, which --raw leaves out; give one of them.")
+    text = sys.stdin.read() if prompt == "-" else prompt
+    _answer(resolved, text, system, raw, stop, {name: value for name, value in chosen.items() if value is not None})
+
+
+def _answer(
+    resolved: Resolved, text: str, system: str | None, raw: bool, stop: tuple[str, ...], chosen: dict[str, Any]
+) -> None:
+    from rich.console import Console
+
+    launch, engine = resolved.config(LaunchConfig), resolved.config(EngineConfig)
+    find_model(engine)
+    with Console(stderr=True).status(f"loading {engine.model}"):
+        from slipstream.llm import DEFAULT_TOKENS, LLM
+
+        llm = LLM(
+            engine.model,
+            prefill=launch.prefill,
+            decode=launch.decode,
+            both=launch.both or None,
+            **{
+                s.name: resolved.given[s.name]
+                for s in OFFLINE
+                if s.name in resolved.given and _is_llm_setting(s.section, s.name)
+            },
+        )
+    with llm:
+        tokenizer = llm.tokenizer
+        if raw or tokenizer.chat_template is None:
+            ids = tokenizer.encode(text)
+        else:
+            messages = [{"role": "system", "content": system}] if system else []
+            ids = llm.chat_ids([*messages, {"role": "user", "content": text}])
+        room = max(1, min(DEFAULT_TOKENS, llm.max_model_len - len(ids)))
+        values = {"max_tokens": room, **tokenizer.sampling_defaults, **chosen}
+        for piece in llm.stream(ids, msgspec.convert(values, SamplingParams, strict=False), stop=stop):
+            click.echo(piece, nl=False)
+        click.echo()
+
+
+def _is_llm_setting(section: str, name: str) -> bool:
+    return section in ("engine", "transfer") and name != "model"

@@ -1,0 +1,325 @@
+"""The offline API: a whole cluster inside this process.
+
+    from slipstream import LLM
+
+    with LLM("smollm2") as llm:
+        for answer in llm.generate(["The sky is", "Water is"]):
+            print(answer.text)
+
+An `LLM` starts its workers, each with the threads that a worker process has, and a router on an event loop in a thread
+of its own; prompts go through that router as those of a server do. Nothing is shared between two of them, so that
+several can live in one interpreter. The caller's threads only wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+
+from slipstream.config import EngineConfig, RouterConfig, TransferConfig, WorkerConfig
+from slipstream.engine.worker import Worker
+from slipstream.errors import ConfigError, ContextTooLong, EngineFailure, InvalidRequest
+from slipstream.front.ask import messages_of
+from slipstream.front.tokenizer import Tokenizer, load_tokenizer
+from slipstream.launch.devices import this_machine
+from slipstream.launch.offline import Answer, Background, Bar, Completion
+from slipstream.launch.spec import Placement, place
+from slipstream.router import Router
+from slipstream.settings import OFFLINE, nearest
+from slipstream.types import Request, SamplingParams
+
+READY_S = 60.0  # for links and preflights between workers of one process; loading is over by then
+DEFAULT_TOKENS = 256  # of an answer when the caller says nothing of sampling
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model, ready to answer.
+
+    `prefill`, `decode` and `both` are numbers of workers or specs as of `slipstream serve` (`"cuda:0"`); `both` is 1
+    unless one of the others is given. All further keywords are settings of the sections `engine` and `transfer` of
+    docs/configuration.md: `LLM("smollm2", page_tokens=32, dtype="float32")`.
+
+    Raises ConfigError for a wrong setting, ModelError and PoolTooSmall when the model cannot be loaded. The methods may
+    be called from several threads. `close` (or leaving the `with` block) ends all threads and frees all memory; an LLM
+    that is dropped or left to the end of the program is closed too.
+    """
+
+    def __init__(
+        self,
+        model: str = "smollm2",
+        *,
+        prefill: int | str = 0,
+        decode: int | str = 0,
+        both: int | str | None = None,
+        **settings: Any,
+    ) -> None:
+        if both is None:
+            both = 0 if prefill or decode else 1
+        engine, transfer = _configs(model, settings)
+        machine = this_machine()
+        placements = place(machine, str(prefill), str(decode), str(both), engine.device)
+        self._closing = ExitStack()
+        self._finalizer = weakref.finalize(self, self._closing.close)
+        try:
+            self._start(engine, transfer, placements, machine.cores)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, engine: EngineConfig, transfer: TransferConfig, placements: list[Placement], cores: int) -> None:
+        self._tokenizer = load_tokenizer(engine.model, engine.tokenizer)
+        self._background = Background()
+        self._closing.callback(self._background.stop)
+        self._router = self._background.call(_started_router())
+        self._closing.callback(lambda router=self._router, loop=self._background: loop.call(router.stop()))
+        threads = engine.threads or max(1, cores // len(placements))
+        workers = []
+        for placement in placements:
+            config = msgspec.structs.replace(engine, device=placement.device, threads=threads)
+            worker = Worker(config, WorkerConfig(role=placement.role, name=placement.name), transfer)
+            worker.start()
+            self._closing.callback(worker.stop)
+            workers.append(worker)
+        for worker in workers:
+            self._background.call(_added(self._router, worker.info.http))
+        if not self._background.call(_paired(self._router, len(workers))):
+            problems = [f"{w.name or w.url}: {w.problem}" for w in self._router.workers() if w.problem]
+            raise EngineFailure(
+                "the workers of this LLM did not come together: " + "; ".join(problems or ["no reason"])
+            )
+        self._in_flight = max(1, engine.max_waiting // 2)
+        card = self._router.model_card()
+        assert card is not None
+        self.max_model_len: int = card.max_model_len
+
+    # ---------------------------------------------------------------------------------------------- asking
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        progress: bool | None = None,
+    ) -> list[Completion]:
+        """Continues each prompt (text or token ids); the answers come in the order of the prompts.
+
+        `sampling` is one for all or one a prompt; None is what the model's makers recommend, up to 256 tokens. `stop`
+        are texts that end an answer and do not belong to it. A bar shows the progress of several prompts when standard
+        error is a terminal, unless `progress` says otherwise. Raises RequestError (ContextTooLong, InvalidRequest)
+        before any prompt is computed.
+        """
+        batch = [self._ids(prompt) for prompt in _as_batch(prompts)]
+        params = self._sampling(batch, sampling)
+        return self._run(batch, params, _as_stops(stop), progress)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling: SamplingParams | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+    ) -> Completion:
+        """The next message of a conversation, by the model's chat template. Raises as `generate` does."""
+        ids = self.chat_ids(messages)
+        return self._run([ids], self._sampling([ids], sampling), _as_stops(stop), False)[0]
+
+    def stream(
+        self,
+        prompt: Prompt | Sequence[Mapping[str, Any]],
+        sampling: SamplingParams | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+    ) -> Iterator[str]:
+        """The answer to one prompt, or the next message of a conversation, piece by piece as it is made.
+
+        Closing the iterator ends the request. Raises as `generate` does, at the first step.
+        """
+        conversation = not isinstance(prompt, str) and any(isinstance(part, Mapping) for part in prompt)
+        ids = self.chat_ids(prompt) if conversation else self._ids(prompt)  # pyright: ignore[reportArgumentType]
+        (params,) = self._sampling([ids], sampling)
+        pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        running = self._background.submit(self._answer(ids, params, _as_stops(stop), pieces.put))
+        running.add_done_callback(lambda _: pieces.put(None))
+        try:
+            while (piece := pieces.get()) is not None:
+                yield piece
+            running.result()
+        finally:
+            running.cancel()
+
+    def chat_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The tokens that the chat template makes of a conversation. Raises InvalidRequest."""
+        template = self._tokenizer.chat_template
+        conversation = messages_of(messages, template.source if template is not None else "")
+        return self._tokenizer.encode(self._tokenizer.render_chat(conversation), add_special_tokens=False)
+
+    def audit(self) -> dict[str, Any]:
+        """The router's and the workers' books; every `problems` is empty when they are right."""
+        return {"router": msgspec.to_builtins(self._background.call(_audited(self._router)))}
+
+    # ---------------------------------------------------------------------------------------------- ending
+
+    def close(self) -> None:
+        """Ends whatever is under way and frees everything. May be called twice."""
+        self._finalizer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------------------------------------- inside
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise InvalidRequest("a prompt must have at least one token", param="prompts")
+        wrong = next((token for token in ids if not 0 <= token < self._tokenizer.vocab_size), None)
+        if wrong is not None:
+            raise InvalidRequest(
+                f"token ids are 0 to {self._tokenizer.vocab_size - 1}; {wrong} was given", param="prompts"
+            )
+        return ids
+
+    def _sampling(
+        self, batch: list[list[int]], sampling: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        """One for each prompt, checked against the model's context. Raises ContextTooLong, InvalidRequest."""
+        if sampling is None:
+            room = [max(1, min(DEFAULT_TOKENS, self.max_model_len - len(ids))) for ids in batch]
+            recommended = self._tokenizer.sampling_defaults
+            params = [msgspec.convert({**recommended, "max_tokens": r}, SamplingParams, strict=False) for r in room]
+        elif isinstance(sampling, SamplingParams):
+            params = [sampling] * len(batch)
+        else:
+            params = list(sampling)
+            if len(params) != len(batch):
+                raise InvalidRequest(
+                    f"{len(params)} sampling parameters were given for {len(batch)} prompts", param="sampling"
+                )
+        for at, (ids, chosen) in enumerate(zip(batch, params, strict=True)):
+            if len(ids) + chosen.max_tokens > self.max_model_len:
+                raise ContextTooLong(
+                    f"prompt {at} has {len(ids)} tokens and max_tokens is {chosen.max_tokens}; this model's context is "
+                    f"{self.max_model_len} tokens. Shorten the prompt or ask for fewer tokens",
+                    param="prompts",
+                )
+        return params
+
+    def _run(
+        self, batch: list[list[int]], params: list[SamplingParams], stop: tuple[str, ...], progress: bool | None
+    ) -> list[Completion]:
+        with Bar(len(batch), progress) as bar:
+            return self._background.call(self._answer_all(batch, params, stop, bar))
+
+    async def _answer_all(
+        self, batch: list[list[int]], params: list[SamplingParams], stop: tuple[str, ...], bar: Bar
+    ) -> list[Completion]:
+        """On the event loop: all prompts, no more at a time than the workers' queues take."""
+        gate = asyncio.Semaphore(self._in_flight)
+
+        async def one(ids: list[int], chosen: SamplingParams) -> Completion:
+            async with gate:
+                completion = await self._answer(ids, chosen, stop)
+            bar.done(len(completion.token_ids))
+            return completion
+
+        tasks = [asyncio.create_task(one(ids, chosen)) for ids, chosen in zip(batch, params, strict=True)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _answer(
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        stop: tuple[str, ...],
+        on_text: Callable[[str], None] | None = None,
+    ) -> Completion:
+        """On the event loop: one prompt; aborted if nobody waits for it any more."""
+        request = Request(id=f"llm-{uuid.uuid4().hex}", prompt_ids=ids, sampling=params)
+        answer = Answer(self._tokenizer, ids, params, stop, on_text)
+        self._router.submit(request, answer)
+        try:
+            return await answer.over
+        finally:
+            if not answer.finished:
+                self._router.abort(request.id)
+
+
+# ---------------------------------------------------------------------------------------------------- on the event loop
+
+
+async def _started_router() -> Router:
+    router = Router(RouterConfig(max_queue=1 << 20, request_timeout_s=1e9))
+    await router.start()
+    return router
+
+
+async def _added(router: Router, url: str) -> None:
+    router.add_worker(url)
+
+
+async def _audited(router: Router) -> Any:
+    return router.audit()
+
+
+async def _paired(router: Router, workers: int) -> bool:
+    """Waits until all workers are linked and a request can be served."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + READY_S
+    while loop.time() < end:
+        if router.ready and sum(worker.state == "live" for worker in router.workers()) == workers:
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+# ---------------------------------------------------------------------------------------------------- arguments
+
+
+def _configs(model: str, settings: dict[str, Any]) -> tuple[EngineConfig, TransferConfig]:
+    given: dict[str, dict[str, Any]] = {"engine": {"model": model}, "transfer": {}}
+    known = {setting.name for setting in OFFLINE if setting.section in given} - {"model"}
+    for name, value in settings.items():
+        if name not in known:
+            raise ConfigError(f"LLM has no setting {name!r}{nearest(name, known)}; see docs/configuration.md.")
+        setting = OFFLINE[name]
+        given[setting.section][name] = setting.check(value, f"LLM({name}=...)")
+    return EngineConfig(**given["engine"]), TransferConfig(**given["transfer"])
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [items]  # pyright: ignore[reportReturnType]
+    return items  # pyright: ignore[reportReturnType]
+
+
+def _as_stops(stop: str | Sequence[str]) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if any(not isinstance(text, str) or not text for text in stops):
+        raise InvalidRequest("stop must be texts that are not empty", param="stop")
+    return stops
+
+
+__all__ = ["LLM", "Completion", "SamplingParams"]
