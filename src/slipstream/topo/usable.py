@@ -67,7 +67,12 @@ def judge(nic: Nic, port: Port, around: Surroundings = NOWHERE) -> Port:
         if verdict != "no":
             verdict = roce
     return msgspec.structs.replace(
-        port, usable=verdict, gid_index=gid_index, reasons=tuple(reasons), cautions=tuple(cautions)
+        port,
+        usable=verdict,
+        gid_index=gid_index,
+        front_end=False,
+        reasons=tuple(reasons),
+        cautions=tuple(cautions),
     )
 
 
@@ -193,21 +198,22 @@ def _mark_management(nics: Sequence[Nic]) -> list[Nic]:
 def _compare(nics: Sequence[Nic], around: Surroundings) -> tuple[Nic, ...]:
     """Marks front-end ports: legs of a shared bond, the default route, an Ethernet bond among InfiniBand rails, or
     much slower than the rest."""
-    ports = [(nic, port) for nic in nics for port in nic.ports]
-    netdevs = Counter(port.netdev for _, port in ports if port.netdev)
-    carrying = [port for _, port in ports if port.carries]
+    carrying = [port for nic in nics for port in nic.ports if port.carries]
+    netdevs = Counter(port.netdev for port in carrying if port.netdev)
     fastest = max((port.rate_gbps or 0 for port in carrying), default=0)
     rails = any(port.layer == "InfiniBand" for port in carrying)
 
     def marked(nic: Nic, port: Port) -> Port:
-        notes = []
+        notes: list[Finding] = []
+        if not port.carries:
+            return port
         if port.netdev and netdevs[port.netdev] > 1:
             notes.append(Finding("shared-bond", f"{port.netdev} has several legs here: a front-end bond, not a rail"))
         if port.netdev in around.default_route_netdevs and len(carrying) > 1:
             notes.append(Finding("default-route", f"{port.netdev} carries the default route: front-end network"))
-        if rails and port.layer == "Ethernet" and port.carries:
+        if rails and port.layer == "Ethernet":
             notes.append(Finding("other-fabric", "Ethernet beside InfiniBand rails: another fabric, do not mix"))
-        if port.carries and port.rate_gbps and port.rate_gbps < fastest * _FRONT_END_RATIO:
+        if port.rate_gbps and port.rate_gbps < fastest * _FRONT_END_RATIO:
             notes.append(Finding("slower", f"{port.rate_gbps:g} Gb/s where others have {fastest:g}"))
         if not notes:
             return port
