@@ -54,13 +54,20 @@ class JsonFormatter(logging.Formatter):
         return msgspec.json.encode(event, enc_hook=str).decode()
 
 
+def _worth_saying(record: logging.LogRecord) -> bool:
+    """Ours as their level says; of libraries, warnings and worse."""
+    return record.levelno >= logging.WARNING or record.name.partition(".")[0] == "slipstream"
+
+
 def set_up(level: str, log_format: LogFormat, process: str, stream: TextIO | None = None) -> None:
     """Sends all log records of this process from `level` on to `stream` (standard error unless given).
 
-    Libraries speak up from warning on, whatever `level` is; slipstream's own loggers follow it.
+    Libraries speak up from warning on; only with `level` debug all is heard that they have been told to say.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter())
+    if level != "debug":
+        handler.addFilter(_worth_saying)
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)

@@ -63,10 +63,13 @@ def test_json_lines_are_one_object_each_with_the_extra_fields():
 
 
 def test_libraries_speak_up_from_warning_on():
-    logger, stream = written("text", level="debug")
-    logger.debug("ours")
-    logging.getLogger("somebody.else").info("theirs")
-    logging.getLogger("somebody.else").warning("their warning")
+    logger, stream = written("text", level="info")
+    logger.info("ours")
+    chatty = logging.getLogger("somebody.else")
+    chatty.setLevel(logging.INFO)
+    chatty.info("theirs")
+    chatty.warning("their warning")
+    chatty.setLevel(logging.NOTSET)
     text = stream.getvalue()
     assert "ours" in text
     assert "theirs" not in text
