@@ -112,6 +112,7 @@ class TransferAgent:
     `on_done(job, error)` is called exactly once for each submitted job, on the mover thread; `error` is None when every
     byte is visible to the peer. It must not block. `ranks` are the head ranges of all ranks of this worker, by default
     this one alone. `host` is the address that the tcp transport listens on. `neighbours` joins agents of one process.
+    `load` makes the transports of these names, or says why not.
 
     All methods may be called from any thread; none but `connect`, `disconnect`, `source_gone` and `close` blocks. After
     `close` they raise PeerLost or do nothing.
@@ -129,6 +130,7 @@ class TransferAgent:
         host: str = "127.0.0.1",
         neighbours: Neighbourhood | None = None,
         memory: ProbeMemory | None = None,
+        load: Callable[[Sequence[str], Context], tuple[dict[str, Transport], dict[str, str]]] = load_all,
     ) -> None:
         self.region, self.layout, self.config, self.rank = region, layout, config, rank
         self.name = uuid.uuid4().hex
@@ -139,7 +141,7 @@ class TransferAgent:
         self._on_done = on_done
         context = Context(region, config, self.name, host, neighbours)
         wanted: list[str] = list(AUTOMATIC) if config.transport == "auto" else [config.transport]
-        self._transports, self._refused = load_all(wanted, context)
+        self._transports, self._refused = load(wanted, context)
         self._exports = self._describe()
         self._lock = threading.Lock()
         self._admitted: dict[str, set[str]] = {}

@@ -6,7 +6,7 @@ What cannot be imported or used here is not an error but a reason, which the rou
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from slipstream.errors import RouteUnavailable
@@ -38,7 +38,7 @@ def load(name: str, context: Context, modules: Mapping[str, str] = MODULES) -> T
     return create(context)
 
 
-def load_all(names: list[str], context: Context) -> tuple[dict[str, Transport], dict[str, str]]:
+def load_all(names: Sequence[str], context: Context) -> tuple[dict[str, Transport], dict[str, str]]:
     """Those of `names` that can be used here, in their order, and the reasons of the others."""
     usable: dict[str, Transport] = {}
     refused: dict[str, str] = {}

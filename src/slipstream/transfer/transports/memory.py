@@ -93,12 +93,13 @@ def _process_vm_writev() -> ctypes._CFuncPtr | None:  # type: ignore[name-define
 class _Copy:
     """One ticket: what is left of it."""
 
-    def __init__(self, ticket: int, owner: object, destination: int, pieces: Iterator[Runs]) -> None:
-        self.ticket, self.owner, self.destination, self.pieces = ticket, owner, destination, pieces
+    def __init__(self, ticket: int, destination: int, pieces: Iterator[Runs]) -> None:
+        self.ticket, self.destination, self.pieces = ticket, destination, pieces
 
 
 class CopyQueue:
-    """Tickets of copies out of one source region, worked off in turn by whoever calls `advance`.
+    """Tickets of copies out of one source region, worked off by whoever calls `advance`: the remotes in turn, and the
+    tickets of one remote in the order they came.
 
     All methods belong to the mover. Rings `bell` as long as there is work. Nothing is in flight between two calls, so
     a ticket can be failed at any of these moments.
@@ -108,21 +109,20 @@ class CopyQueue:
         self._source = source
         self._bell = bell
         self._copier = Copier()
-        self._copies: deque[_Copy] = deque()
+        self._lines: dict[object, deque[_Copy]] = {}  # remote -> its tickets; the first remote is the next to be served
         self._failed: list[Completion] = []
         self._tickets = itertools.count(1)
 
     def add(self, owner: object, destination: int, runs: Runs) -> int:
-        copy = _Copy(next(self._tickets), owner, destination, split(runs, SLICE_BYTES, 1 << 20))
-        self._copies.append(copy)
+        copy = _Copy(next(self._tickets), destination, split(runs, SLICE_BYTES, 1 << 20))
+        self._lines.setdefault(owner, deque()).append(copy)
         self._bell.ring()
         return copy.ticket
 
     def fail(self, owner: object, reason: str) -> None:
         """Ends all tickets of one remote; `advance` reports them."""
-        failed = [copy for copy in self._copies if copy.owner is owner]
+        failed = self._lines.pop(owner, None)
         if failed:
-            self._copies = deque(copy for copy in self._copies if copy.owner is not owner)
             self._failed += [Completion(copy.ticket, reason) for copy in failed]
             self._bell.ring()
 
@@ -130,15 +130,19 @@ class CopyQueue:
         """Copies for a while and says what ended. The caller has hushed the bell."""
         done, self._failed = self._failed, []
         budget = POLL_BYTES
-        while self._copies and budget > 0:
-            copy = self._copies.popleft()
+        while self._lines and budget > 0:
+            owner = next(iter(self._lines))
+            line = self._lines.pop(owner)
+            copy = line[0]
             piece = next(copy.pieces, None)
             if piece is None:
+                line.popleft()
                 done.append(Completion(copy.ticket))
-                continue
-            self._copier.copy(copy.destination, self._source, piece)
-            budget -= piece.total
-            self._copies.append(copy)
-        if self._copies:
+            else:
+                self._copier.copy(copy.destination, self._source, piece)
+                budget -= piece.total
+            if line:
+                self._lines[owner] = line
+        if self._lines:
             self._bell.ring()
         return done
