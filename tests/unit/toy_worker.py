@@ -86,6 +86,7 @@ class ToyWorker:
         self.met: list[list[str]] = []
         self.drained = False
         self.tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._of: dict[tuple[str, int], str] = {}  # which router each task works for
         self.reservations: dict[tuple[str, int], tuple[str, int]] = {}  # (request, attempt) -> (source, xfer)
         self._gates: dict[str, asyncio.Event] = {stage: asyncio.Event() for stage in STAGES}
         self._counts: dict[str, int] = defaultdict(int)
@@ -205,14 +206,14 @@ class ToyWorker:
             self._from_router(hello.id, link, message)
         if self._routers.get(hello.id) is link:
             del self._routers[hello.id]
-            for task in list(self.tasks.values()):
-                task.cancel()
+            for key in [key for key, of in self._of.items() if of == hello.id]:
+                self._drop(key)
 
     def _from_router(self, router: str, link: Link, message: wire.Message) -> None:
         match message:
             case wire.Submit(request=request):
                 self.submitted.append(message)
-                self._begin((request.id, request.attempt), self._run(router, request, message.decode_at))
+                self._begin((request.id, request.attempt), router, self._run(router, request, message.decode_at))
             case wire.Abort(request=request, attempt=attempt):
                 self.aborted.append(message)
                 self._drop((request, attempt))
@@ -226,9 +227,10 @@ class ToyWorker:
                 self.drained = True
                 self._publish()
 
-    def _begin(self, key: tuple[str, int], work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, key: tuple[str, int], router: str, work: Coroutine[Any, Any, None]) -> None:
         task = self.tasks[key] = self._spawn(work)
-        task.add_done_callback(lambda _: self.tasks.pop(key, None))
+        self._of[key] = router
+        task.add_done_callback(lambda _: (self.tasks.pop(key, None), self._of.pop(key, None)))
 
     def _drop(self, key: tuple[str, int]) -> None:
         self.reservations.pop(key, None)
@@ -288,7 +290,9 @@ class ToyWorker:
         xfer = None
         try:
             link = await self._destination(decode_at)
-            xfer = await self._offer(link, decode_at, request)
+            self._xfer += 1
+            xfer = self._xfer
+            await self._offer(link, decode_at, xfer, request)
             await self._at("prefill")
             outputs = self._first(router, request, self._compute(request))
             if len(outputs) >= request.sampling.max_tokens:
@@ -381,15 +385,17 @@ class ToyWorker:
             self._replies.pop(xfer, None)
             self._by_address.pop(xfer, None)
 
-    async def _offer(self, link: Link, address: str, request: Request) -> int:
-        self._xfer += 1
+    async def _offer(self, link: Link, address: str, xfer: int, request: Request) -> None:
         offer = wire.Offer(
-            xfer=self._xfer, request=request.id, attempt=request.attempt, prompt_len=len(request.prompt_ids),
-            block_keys=[], pages_needed=1, max_tokens=request.sampling.max_tokens,
-        )  # fmt: skip
-        xfer = self._xfer
+            xfer=xfer,
+            request=request.id,
+            attempt=request.attempt,
+            prompt_len=len(request.prompt_ids),
+            block_keys=[],
+            pages_needed=1,
+            max_tokens=request.sampling.max_tokens,
+        )
         await self._ask(link, address, xfer, offer)
-        return xfer
 
     async def _commit(
         self, link: Link, address: str, xfer: int, router: str, request: Request, outputs: list[int]
@@ -413,7 +419,7 @@ class ToyWorker:
                     if self.reservations.pop((request.id, request.attempt), None) is None:
                         link.send(wire.Revoke(xfer=xfer, code="abort"))
                     else:
-                        self._begin((request.id, request.attempt), self._adopt(link, message))
+                        self._begin((request.id, request.attempt), message.router, self._adopt(link, message))
                 case wire.Cancel(xfer=xfer):
                     self._forget_source(hello.id, xfer)
         self._forget_source(hello.id)

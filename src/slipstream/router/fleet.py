@@ -209,8 +209,6 @@ class Fleet:
         self._by_id.pop(worker.id, None)
         logger.warning("%s lost: %s", worker.label, reason)
         for other in self._by_id.values():
-            for name in names_of(worker):
-                other.routes.pop(name, None)
             other.met.pop(worker.wire_address, None)
         self._refused_pairs = {pair for pair in self._refused_pairs if worker.id not in pair}
         self._events.worker_down(worker, reason)
