@@ -106,6 +106,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: Annotated[int, Meta(ge=0, le=65535, description="HTTP port; 0 takes a free one.")] = 0
     wire_port: Annotated[int, Meta(ge=0, le=65535, description="Port for messages; 0 takes a free one.")] = 0
     join: Annotated[str, Meta(description="URL of a router to register with; repeated until it answers.")] = ""
+    api_key: Annotated[str, Meta(description="Bearer token of the router to join, where it asks for one.")] = ""
     heartbeat_s: Annotated[float, Meta(gt=0, description="Interval of Status and of heartbeats between machines.")] = (
         1.0
     )
