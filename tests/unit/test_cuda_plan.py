@@ -17,7 +17,9 @@ from slipstream.transfer.cuda.plan import (
 )
 from slipstream.transfer.transports.base import Runs
 
-NVLINK = CopyCosts(kernel_start=20e-6, kernel_byte=1 / 366e9, engine_start=8e-6, engine_run=0.55e-6, engine_byte=1 / 395e9)
+NVLINK = CopyCosts(
+    kernel_start=20e-6, kernel_byte=1 / 366e9, engine_start=8e-6, engine_run=0.55e-6, engine_byte=1 / 395e9
+)
 
 
 def runs_of(source: list[int], destination: list[int], length: list[int]) -> Runs:

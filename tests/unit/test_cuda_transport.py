@@ -504,7 +504,9 @@ def test_events_are_taken_from_torch_and_as_integers():
             event_handle(wrong)
 
 
-@pytest.mark.parametrize("wrong", [{"programs": 0}, {"tile_bytes": 100}, {"tile_bytes": 3 << 10}, {"warps": 3}, {"streams": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"programs": 0}, {"tile_bytes": 100}, {"tile_bytes": 3 << 10}, {"warps": 3}, {"streams": 0}]
+)
 def test_impossible_settings_are_refused(wrong: dict[str, int]):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         CopySettings(**wrong)

@@ -22,13 +22,24 @@ from numpy.typing import NDArray
 
 from slipstream.errors import MissingExtra
 from slipstream.transfer.cuda.memory import PinnedMemory
-from slipstream.transfer.cuda.plan import WORD, CopyCosts, Sizes, Survey, costs_from_times, cut_long_runs, divide, survey
+from slipstream.transfer.cuda.plan import (
+    WORD,
+    CopyCosts,
+    Sizes,
+    Survey,
+    costs_from_times,
+    cut_long_runs,
+    divide,
+    survey,
+)
 from slipstream.transfer.cuda.runtime import CudaError, Device
 from slipstream.transfer.transports.base import Runs
 
 logger = logging.getLogger(__name__)
 
-UNMEASURED = CopyCosts(kernel_start=30e-6, kernel_byte=1 / 300e9, engine_start=8e-6, engine_run=2e-6, engine_byte=1 / 350e9)
+UNMEASURED = CopyCosts(
+    kernel_start=30e-6, kernel_byte=1 / 300e9, engine_start=8e-6, engine_run=2e-6, engine_byte=1 / 350e9
+)
 """What is assumed until `measure` has run: of the order of two GPUs joined by NVLink, and only a choice of way hangs on it."""
 
 _SLOT_BYTES = 1 << 20  # smallest list buffer: 131,072 runs of one length
@@ -324,7 +335,13 @@ class TritonLauncher:
                 programs = max(1, min(settings.programs, launch.runs))
                 words = settings.tile_bytes // 8
                 kernel.move_any[(programs,)](
-                    launch.source_at, launch.destination_at, launch.lists, launch.runs, words, 1024, num_warps=settings.warps
+                    launch.source_at,
+                    launch.destination_at,
+                    launch.lists,
+                    launch.runs,
+                    words,
+                    1024,
+                    num_warps=settings.warps,
                 )
 
     def _load(self) -> None:

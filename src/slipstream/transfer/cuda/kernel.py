@@ -19,7 +19,9 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["runs", "pairs", "chunks", "shift"])
-def move_equal(source_at, destination_at, lists_at, runs, pairs, chunks, shift, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def move_equal(
+    source_at, destination_at, lists_at, runs, pairs, chunks, shift, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     # lists_at: `runs` source offsets, then as many destination offsets, int32, in units of 1 << shift bytes (shift >= 4).
     # pairs: 16-byte words of a run. A tile is ROWS runs of COLUMNS 8-byte words; `chunks` tiles in a row make a run.
     source = source_at.to(tl.pointer_type(tl.int64))

@@ -127,6 +127,24 @@ class DeviceMemory:
             raise TransferError("the pool is closed")
         return self._interface
 
+    def read(self, offset: int, size: int) -> NDArray[np.uint8]:
+        """A copy of `size` bytes from `offset` in the region. Any thread."""
+        data = np.empty(size, np.uint8)
+        self.device.use()
+        self.device.read(self._inside(offset, size), data.ctypes.data, size)
+        return data
+
+    def write(self, offset: int, data: NDArray[np.uint8]) -> None:
+        """Puts bytes at `offset` in the region and waits for it. Any thread."""
+        packed = np.ascontiguousarray(data, np.uint8)
+        self.device.use()
+        self.device.write(self._inside(offset, packed.nbytes), packed.ctypes.data, packed.nbytes)
+
+    def _inside(self, offset: int, size: int) -> int:
+        if offset < 0 or size < 0 or offset + size > self.region.bytes:
+            raise ValueError(f"{size} bytes at {offset} leave the region of {self.region.bytes} bytes")
+        return self.address + offset
+
     def close(self) -> None:
         """Frees the memory; harmless when done twice."""
         if self.address:

@@ -96,7 +96,9 @@ class CudaIpcTransport:
             raise RouteUnavailable("cuda_ipc moves memory of GPUs; the KV pool of this rank is on the CPU")
         self._device = device or _device(region)
         if self._device.is_mig:
-            raise RouteUnavailable(f"the GPU {region.device} is divided (MIG), and its slices cannot map each other's memory")
+            raise RouteUnavailable(
+                f"the GPU {region.device} is divided (MIG), and its slices cannot map each other's memory"
+            )
         self._agent = context.agent
         self._region = region
         self._settings = CopySettings(programs=context.config.cuda_programs)

@@ -1,0 +1,323 @@
+"""Measures how fast pages move between two processes of this machine: `python -m slipstream.bench.transfer`.
+
+For every engine that exists here (slipstream's transports, the raw copy, the packages nixl and mooncake called directly)
+two fresh processes are started, each with a pool; pages of each size, scattered on both sides, and one contiguous block
+are moved in both directions. The receiver checks every byte, those that should not have changed too. This process only
+conducts: it passes the greetings on, asks for one case at a time, and kills a pair that does not answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+from rich.console import Console
+
+from slipstream.bench.engines import ENGINES
+from slipstream.bench.report import TransferReport, TransferRow, conditions, print_transfer, size_text, write_json
+from slipstream.errors import ConfigError, MissingExtra, SlipstreamError
+
+DEFAULT_SIZES = tuple(1 << shift for shift in range(10, 22))
+SETUP_S = 120.0  # importing torch and compiling kernels included
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure. `memory` names either side's: "cpu", or a GPU by index, cuda:N or UUID."""
+
+    engines: tuple[str, ...] = ()
+    memory: tuple[str, str] = ("cpu", "cpu")
+    sizes: tuple[int, ...] = DEFAULT_SIZES
+    batch_bytes: int = 64 << 20
+    directions: tuple[str, ...] = ("push", "pull")
+    case_s: float = 0.5
+    limit_s: float = 30.0
+    budget_s: float = 3600.0
+    programs: int = 64
+    block: bool = True
+
+
+class EngineLost(SlipstreamError):
+    """The pair of an engine died, hung or refused; the rest of its cases is not run."""
+
+
+class Child:
+    """One process of a pair, as this process speaks to it."""
+
+    def __init__(self, environment: dict[str, str], log: Path) -> None:
+        mine, theirs = socket.socketpair()
+        self._socket = mine
+        self._pending = b""
+        self.log = log
+        with theirs, log.open("wb") as output:
+            command = [sys.executable, "-m", "slipstream.bench.endpoint", str(theirs.fileno())]
+            self.process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def ask(self, verb: str, limit_s: float, **arguments: Any) -> dict[str, Any]:
+        """Raises EngineLost when the answer is an error, does not come in time, or the process has ended."""
+        self.tell(verb, **arguments)
+        return self.hear(verb, limit_s)
+
+    def tell(self, verb: str, **arguments: Any) -> None:
+        with contextlib.suppress(OSError):  # it has ended: the answer will not come either
+            self._socket.sendall(json.dumps({"verb": verb, **arguments}).encode() + b"\n")
+
+    def hear(self, verb: str, limit_s: float) -> dict[str, Any]:
+        end = time.monotonic() + limit_s
+        while b"\n" not in self._pending:
+            self._socket.settimeout(max(end - time.monotonic(), 0.001))
+            try:
+                received = self._socket.recv(1 << 20)
+            except TimeoutError:
+                raise EngineLost(f"no answer to {verb} within {limit_s:.0f} s{self._words()}") from None
+            except OSError:
+                received = b""
+            if not received:
+                code = self.process.wait(5)
+                raise EngineLost(f"its process ended with {code} during {verb}{self._words()}")
+            self._pending += received
+        line, self._pending = self._pending.split(b"\n", 1)
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            raise EngineLost(f"{verb}: {reply['error']}")
+        return reply
+
+    def _words(self) -> str:
+        """The last line that it wrote, for the reason."""
+        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        return f" ({lines[-1][:200]})" if lines else ""
+
+    def kill(self) -> None:
+        self._socket.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+def run(options: Options, folder: Path, say: Callable[[str], None] = print) -> TransferReport:
+    """Runs all of it; `folder` takes the logs. Raises ConfigError when something is asked for that does not exist."""
+    kind = memory_kind(options.memory)
+    chosen = options.engines or tuple(name for name, engine in ENGINES.items() if kind in engine.memory)
+    for name in chosen:
+        if name not in ENGINES:
+            raise ConfigError(f"there is no engine {name!r}; there are {', '.join(ENGINES)}")
+    for size in options.sizes:
+        if size < 8 or size % 8 or size > options.batch_bytes:
+            raise ConfigError(
+                f"a page of {size} bytes: sizes are multiples of 8 up to the batch ({options.batch_bytes})"
+            )
+    report = TransferReport(
+        conditions=conditions([Path(sys.executable).name, *sys.argv], device_names(options.memory)),
+        memory=list(options.memory),
+        batch_bytes=options.batch_bytes,
+        notes=[],
+        rows=[],
+    )
+    end = time.monotonic() + options.budget_s
+    for name in chosen:
+        if time.monotonic() > end:
+            report.notes.append(f"{name} was not measured: the budget of {options.budget_s:.0f} s is used up")
+            continue
+        _measure_engine(name, options, folder, end, report, say)
+    return report
+
+
+def _measure_engine(
+    name: str, options: Options, folder: Path, end: float, report: TransferReport, say: Callable[[str], None]
+) -> None:
+    environment = dict(ENGINES[name].environment)
+    pair = [Child(environment, folder / f"{name}-{side}.log") for side in ("source", "target")]
+    try:
+        directions = _set_up(pair, name, options, report)
+        for case in _cases(name, options):
+            for direction in options.directions:
+                if direction not in directions:
+                    continue
+                if time.monotonic() > end:
+                    raise EngineLost("the time for the whole benchmark is used up")
+                row = _measure(pair, name, case, direction, options)
+                report.rows.append(row)
+                say(_line(row))
+        for child in pair:
+            child.ask("end", options.limit_s)
+    except EngineLost as error:
+        note = f"{name}: {error.message}"
+        report.notes.append(note)
+        say(note)
+    finally:
+        for child in pair:
+            child.kill()
+
+
+def _set_up(pair: list[Child], name: str, options: Options, report: TransferReport) -> list[str]:
+    size = pool_bytes(options)
+    for child, memory in zip(pair, options.memory, strict=True):
+        child.tell("make", engine=name, memory=memory, bytes=size, programs=options.programs)
+    hellos = [child.hear("make", SETUP_S) for child in pair]
+    for child, other in ((pair[0], hellos[1]), (pair[1], hellos[0])):
+        child.ask("meet", options.limit_s, hello=other["hello"])
+    connected = pair[0].ask("connect", SETUP_S)
+    costs = {name: float(f"{value:.4g}") for name, value in connected["costs"].items()}
+    report.notes.append(
+        f"{name}: set up in {hellos[0]['seconds']:.2f} s, connected in {connected['seconds']:.3f} s {costs}"
+    )
+    return hellos[0]["directions"]
+
+
+class Case(msgspec.Struct, frozen=True):
+    page: int
+    pages: int
+    contiguous: bool
+
+
+def _cases(name: str, options: Options) -> list[Case]:
+    scattered = [Case(size, options.batch_bytes // size, False) for size in options.sizes]
+    block = [Case(options.batch_bytes, 1, True)] if options.block else []
+    return block if name == "raw" else [*scattered, *block]
+
+
+def pool_bytes(options: Options) -> int:
+    """Twice the batch, so that pages lie scattered; whole pages of every size."""
+    largest = max((*options.sizes, 4096))
+    return -(-2 * options.batch_bytes // largest) * largest
+
+
+def _measure(pair: list[Child], name: str, case: Case, direction: str, options: Options) -> TransferRow:
+    source, target = pair
+    giver, taker = (source, target) if direction == "push" else (target, source)
+    seed = random.randrange(1 << 40)
+    row = TransferRow(engine=name, page=case.page, pages=case.pages, contiguous=case.contiguous, direction=direction)
+    giver.ask("fill", options.limit_s, seed=seed)
+    taker.ask("poison", options.limit_s)
+    before = target.ask("cpu", options.limit_s)["cpu"]
+    batch = {"page": case.page, "pages": case.pages, "contiguous": case.contiguous}
+    answer = source.ask("run", options.limit_s, direction=direction, mine=1, theirs=2, seconds=options.case_s, **batch)
+    others = target.ask("cpu", options.limit_s)["cpu"] - before
+    here, there = (2, 1) if direction == "push" else (1, 2)
+    if name != "raw" or options.memory[0] != "cpu":  # there the raw copy stays inside one process
+        row.problem = taker.ask("check", options.limit_s, here=here, there=there, seed=seed, **batch)["wrong"]
+        row.verified = not row.problem
+    answer["cpu_s_per_gb"] += others / (answer.pop("moved") / 1e9)
+    for field, value in answer.items():
+        setattr(row, field, value)
+    return row
+
+
+def _line(row: TransferRow) -> str:
+    name = "one block" if row.contiguous else size_text(row.page)
+    many = "" if row.gbps_many is None else f", {row.gbps_many:.4g} in flight"
+    state = row.problem or ("verified" if row.verified else "not checked")
+    return (
+        f"{row.engine:13} {name:>9} {row.direction}  {row.gbps:8.4g} GB/s{many}, one page {row.p50_us:.1f} us "
+        f"(p99 {row.p99_us:.1f}), CPU {row.cpu_s_per_gb:.4f} s/GB, {state}"
+    )
+
+
+def memory_kind(memory: Sequence[str]) -> str:
+    kinds = {"cpu" if name == "cpu" else "cuda" for name in memory}
+    if len(kinds) != 1:
+        raise ConfigError(f"both sides must be of one kind, not {' and '.join(memory)}")
+    return kinds.pop()
+
+
+def device_names(memory: Sequence[str]) -> list[str]:
+    if memory_kind(memory) == "cpu":
+        return []
+    from slipstream.transfer.cuda.runtime import Device
+
+    return [Device(name).uuid for name in memory]
+
+
+def default_memory() -> tuple[str, str]:
+    """Two GPUs where there are two, one GPU twice where there is one, the host's memory otherwise."""
+    try:
+        from slipstream.transfer.cuda.runtime import Runtime
+
+        count = len(Runtime().device_uuids())
+    except MissingExtra:
+        count = 0
+    return ("cpu", "cpu") if count == 0 else ("cuda:0", f"cuda:{min(count - 1, 1)}")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "32K", "2M", "1G" or a number."""
+    factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper(), 1)
+    digits = text[:-1] if factor > 1 else text
+    if not digits.isdigit():
+        raise ConfigError(f"{text!r} is no size; write a number of bytes, or 32K, 2M, 1G")
+    return int(digits) * factor
+
+
+@click.command(help="Measure how fast pages move between two processes of this machine.")
+@click.option("--engines", default="", help="Comma-separated: " + ", ".join(ENGINES) + ". Default: all for the memory.")
+@click.option("--memory", default="", help="SOURCE,TARGET, each cpu, cuda:N or a UUID. Default: two GPUs if there are.")
+@click.option("--sizes", default="", help="Page sizes, such as 1K,32K,2M. Default: 1K to 2M.")
+@click.option("--batch", default="", help="Bytes a batch. Default: 1G on GPUs, 64M on the host.")
+@click.option("--directions", default="push,pull", show_default=True)
+@click.option("--case-seconds", default=0.5, show_default=True, help="How long a case is repeated, roughly.")
+@click.option("--limit", default=30.0, show_default=True, help="Seconds after which an engine is taken for hung.")
+@click.option("--budget", default=3600.0, show_default=True, help="Seconds for everything.")
+@click.option("--programs", default=64, show_default=True, help="Thread blocks of the copy kernel of cuda_ipc.")
+@click.option("--logs", type=click.Path(path_type=Path), default=None, help="Folder for the processes' output.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), default=None, help="Write the results here.")
+def command(
+    engines: str,
+    memory: str,
+    sizes: str,
+    batch: str,
+    directions: str,
+    case_seconds: float,
+    limit: float,
+    budget: float,
+    programs: int,
+    logs: Path | None,
+    json_path: Path | None,
+) -> None:
+    import tempfile
+
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    try:
+        sides = tuple(memory.split(",")) if memory else default_memory()
+        if len(sides) != 2:
+            raise ConfigError(f"--memory takes two sides, such as cpu,cpu or cuda:0,cuda:1, not {memory!r}")
+        options = Options(
+            engines=tuple(name for name in engines.split(",") if name),
+            memory=(sides[0], sides[1]),
+            sizes=tuple(parse_size(size) for size in sizes.split(",")) if sizes else DEFAULT_SIZES,
+            batch_bytes=parse_size(batch) if batch else (64 << 20 if memory_kind(sides) == "cpu" else 1 << 30),
+            directions=tuple(directions.split(",")),
+            case_s=case_seconds,
+            limit_s=limit,
+            budget_s=budget,
+            programs=programs,
+        )
+        with contextlib.ExitStack() as stack:
+            folder = logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-bench-")))
+            folder.mkdir(parents=True, exist_ok=True)
+            report = run(options, folder, lambda text: print(text, flush=True))
+    except SlipstreamError as error:
+        raise click.ClickException(error.message) from error
+    print_transfer(report, console)
+    if json_path:
+        write_json(report, json_path)
+
+
+if __name__ == "__main__":
+    command()
