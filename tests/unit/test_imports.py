@@ -12,7 +12,6 @@ import sys
 from functools import cache
 from pathlib import Path
 
-
 SOURCE = Path(__file__).parents[2] / "src"
 HEAVY = ("torch", "transformers")
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from slipstream.errors import ConfigError
-from slipstream.launch.devices import Gpu, Machine, select_visible
+from slipstream.launch.devices import Gpu, Machine, select_visible, usable_cores
 from slipstream.launch.spec import Placement, place
 
 LAPTOP = Machine(cores=2)
@@ -114,3 +116,10 @@ def test_gpus_that_torch_cannot_use_are_explained():
     machine = Machine(cores=2, note="4 GPU(s) are left out: the installed torch is a build for CPUs")
     with pytest.raises(ConfigError, match="build for CPUs"):
         devices(machine, both="cuda:0")
+
+
+@pytest.mark.parametrize(("text", "most"), [("100000 100000\n", 1), ("50000 100000\n", 1), ("max 100000\n", 1 << 20)])
+def test_a_container_gets_the_cores_it_is_given(tmp_path: Path, text: str, most: int):
+    unlimited = usable_cores(tmp_path / "absent")
+    (tmp_path / "cpu.max").write_text(text)
+    assert usable_cores(tmp_path / "cpu.max") == min(most, unlimited)

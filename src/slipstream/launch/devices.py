@@ -49,13 +49,23 @@ class Machine:
 def this_machine(environment: Mapping[str, str] | None = None) -> Machine:
     """Looks at the machine that this process runs on."""
     environment = os.environ if environment is None else environment
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     found = _nvml_gpus()
     visible = select_visible(found, environment.get("CUDA_VISIBLE_DEVICES"))
     if visible and not _torch_has_cuda():
         note = f"{len(visible)} GPU(s) are left out: the installed torch is a build for CPUs"
         return Machine(cores, (), note)
     return Machine(cores, tuple(visible))
+
+
+def usable_cores(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Cores that this process may use: its affinity, and the CPU time that its container is given."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = cpu_max.read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return max(1, min(cores, -(-int(quota) // int(period)))) if quota.isdigit() else cores
 
 
 def select_visible(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
