@@ -33,6 +33,7 @@ from slipstream.launch.offline import Answer, Background, Bar, Completion
 from slipstream.launch.spec import Placement, place
 from slipstream.router import Router
 from slipstream.settings import OFFLINE, nearest
+from slipstream.transfer.transports.local import Neighbourhood
 from slipstream.types import Request, SamplingParams
 
 READY_S = 60.0  # for links and preflights between workers of one process; loading is over by then
@@ -83,9 +84,11 @@ class LLM:
         self._closing.callback(lambda router=self._router, loop=self._background: loop.call(router.stop()))
         threads = engine.threads or max(1, cores // len(placements))
         workers = []
+        neighbours = Neighbourhood()
         for placement in placements:
             config = msgspec.structs.replace(engine, device=placement.device, threads=threads)
-            worker = Worker(config, WorkerConfig(role=placement.role, name=placement.name), transfer)
+            role = WorkerConfig(role=placement.role, name=placement.name)
+            worker = Worker(config, role, transfer, neighbours=neighbours)
             worker.start()
             self._closing.callback(worker.stop)
             workers.append(worker)

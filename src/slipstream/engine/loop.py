@@ -5,8 +5,9 @@ request, a peer's message, a finished copy) is a function of the core put into `
 elsewhere (messages, copies) is an effect that the core hands out, delivered after scheduling, so that an offer leaves
 before its first chunk computes, and again after the step.
 
-A step that raises is fatal for the worker: the state of its KV is unknown then. The loop reports it and ends; links
-close, and the router continues the requests elsewhere.
+A step that raises fails the sequences in it, which wrote to no pages but their own; the others go on. Several in a row
+mean that the device or the program is broken: the loop reports it and ends, links close, and the router continues the
+requests elsewhere.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from slipstream.engine.plan import StepOutcome, StepPlan
 
 logger = logging.getLogger(__name__)
 
+FATAL_FAILURES = 3  # steps in a row that raise before the worker gives up
+
 Event = Callable[[EngineCore], None]
 
 
@@ -37,7 +40,8 @@ class EngineLoop:
     """One worker's loop thread.
 
     `deliver` gets the effects of the core, in order; `on_step` is told of each finished step with its seconds, for
-    metrics; `on_failure` is called once when a step raised. All three are called on the loop thread and must not wait.
+    metrics; `on_failure` is called once when the loop ends by an error. All three are called on the loop thread and
+    must not wait.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class EngineLoop:
         self._deliver = deliver
         self._on_step = on_step
         self._on_failure = on_failure
+        self._failures = 0
         self._thread = threading.Thread(target=self._run, name="slipstream-loop", daemon=True)
 
     def start(self) -> None:
@@ -77,14 +82,26 @@ class EngineLoop:
                 plan = self.core.schedule()
                 self._deliver(self.core.take_effects())
                 if plan is not None:
-                    started = time.perf_counter()
-                    outcome = self._runner.execute(plan)
-                    self.core.settle(plan, outcome)
+                    self._step(plan)
                     self._deliver(self.core.take_effects())
-                    self._on_step(plan, time.perf_counter() - started)
         except Exception as error:
             logger.exception("the engine failed; this worker ends")
             self._on_failure(error)
+
+    def _step(self, plan: StepPlan) -> None:
+        started = time.perf_counter()
+        try:
+            outcome = self._runner.execute(plan)
+        except Exception as error:
+            self._failures += 1
+            if self._failures >= FATAL_FAILURES:
+                raise
+            logger.exception("step %d failed", plan.step)
+            self.core.step_failed(plan, f"the step failed: {type(error).__name__}: {error}")
+            return
+        self._failures = 0
+        self.core.settle(plan, outcome)
+        self._on_step(plan, time.perf_counter() - started)
 
     def _receive(self, *, wait: bool) -> bool:
         """Applies all events that are there, at least one if `wait`; False when the loop should end."""

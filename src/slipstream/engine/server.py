@@ -53,9 +53,9 @@ class WorkerServer:
         self.metrics = metrics
         self.state = "loading"
         self.info: wire.WorkerInfo | None = None
-        self.router_ids: set[str] = set()
         self._heartbeat_s = heartbeat_s
         self._routers: dict[str, Link] = {}
+        self._informed: list[Link] = []  # those of them that have been told the whole prefix cache
         self._pending: dict[tuple[str, int], asyncio.Task[None]] = {}  # submits that wait for their peer's link
         self._tasks: set[asyncio.Task[Any]] = set()
         self._status_timer: asyncio.TimerHandle | None = None
@@ -161,17 +161,17 @@ class WorkerServer:
         link.label = f"router {hello.id}"
         link.send(wire.Welcome(info=self.info))
         self._routers[hello.id] = link
-        self.router_ids.add(hello.id)
         logger.info("router %s connected", hello.id)
-        self._post(lambda core: self._publish(core, reset=True))
+        self._post(lambda core: self._tell(link, core.status_for_new_router()))
         try:
             while (message := await link.receive()) is not None:
                 self._from_router(hello.id, link, message)
         finally:
             logger.info("router %s gone: %s", hello.id, link.lost_because)
+            if link in self._informed:
+                self._informed.remove(link)
             if self._routers.get(hello.id) is link:
                 del self._routers[hello.id]
-                self.router_ids.discard(hello.id)
                 self._post(partial(EngineCore.router_lost, router=hello.id))
 
     def _from_router(self, router: str, link: Link, message: wire.Message) -> None:
@@ -263,17 +263,27 @@ class WorkerServer:
         if self._post is not None:
             self._post(self._publish)
 
-    def _publish(self, core: EngineCore, *, reset: bool = False) -> None:
+    def _publish(self, core: EngineCore) -> None:
         """Runs on the loop thread: the core's load and cache changes, to every router."""
-        status = core.status(reset=reset)
+        status = core.status()
         self.metrics.status(status)
         self._aio.call_soon_threadsafe(self._broadcast, status)
 
     def _broadcast(self, status: wire.Status) -> None:
         status.routes = self.routes()
         self.metrics.routes(status.routes)
-        for link in self._routers.values():
+        for link in self._informed:
             link.send(status)
+
+    def _tell(self, link: Link, status: wire.Status) -> None:
+        """Runs on the loop thread: everything, to a router that knows nothing yet; from then on it gets changes."""
+
+        def send() -> None:
+            status.routes = self.routes()
+            link.send(status)
+            self._informed.append(link)
+
+        self._aio.call_soon_threadsafe(send)
 
     async def _heartbeat(self) -> None:
         while True:
@@ -286,7 +296,7 @@ class WorkerServer:
     # ---------------------------------------------------------------------------------------------- questions
 
     async def _ask_status(self) -> wire.Status:
-        return await self._ask(lambda core: core.load())
+        return await self._ask(lambda core: core.status_for_new_router())
 
     async def _ask_audit(self) -> dict[str, Any]:
         return await self._ask(lambda core: msgspec.to_builtins(core.audit()))

@@ -18,7 +18,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
+
+import msgspec
 
 from slipstream.config import EngineConfig, TransferConfig, WorkerConfig
 from slipstream.engine.core import EngineCore
@@ -28,7 +30,8 @@ from slipstream.engine.metrics import WorkerMetrics
 from slipstream.engine.server import WorkerServer
 from slipstream.errors import ConfigError
 from slipstream.run.engine_model import OpenedModel, open_model
-from slipstream.transfer.agent import CopyJob, TransferAgent
+from slipstream.transfer.agent import CopyJob, ProbeMemory, TransferAgent
+from slipstream.transfer.transports.local import Neighbourhood
 from slipstream.version import __version__
 from slipstream.wire import WorkerInfo
 
@@ -41,10 +44,18 @@ class Worker:
     """One engine behind its two ports.
 
     `start` blocks until the worker can serve; it raises SetupError when it cannot (the message says why and what to
-    do). `info` is set from then on. `wait` blocks until `stop` is called or the engine fails, and says which.
+    do). `info` is set from then on. `wait` blocks until `stop` is called or the engine fails, and says which. Workers
+    of one process that share `neighbours` reach each other's memory directly.
     """
 
-    def __init__(self, engine: EngineConfig, worker: WorkerConfig, transfer: TransferConfig) -> None:
+    def __init__(
+        self,
+        engine: EngineConfig,
+        worker: WorkerConfig,
+        transfer: TransferConfig,
+        *,
+        neighbours: Neighbourhood | None = None,
+    ) -> None:
         self._engine = engine
         self._worker = worker
         self._transfer = transfer
@@ -55,7 +66,7 @@ class Worker:
         self._server: WorkerServer | None = None
         self._loop: EngineLoop | None = None
         self._info: WorkerInfo | None = None
-        self._transports: dict[str, str] = {}
+        self._neighbours = neighbours
 
     @property
     def info(self) -> WorkerInfo:
@@ -88,12 +99,19 @@ class Worker:
         opened = open_model(self._engine, progress)
         pool = opened.allocate_pool(probe_bytes=self._transfer.preflight_bytes)
         self._closing.callback(pool.close)
-        agent = TransferAgent(pool.region, opened.layout, self._transfer, on_done=self._copied)
+        agent = TransferAgent(
+            pool.region,
+            opened.layout,
+            self._transfer,
+            on_done=self._copied,
+            host=config.host,
+            neighbours=self._neighbours,
+            memory=cast(ProbeMemory, pool) if pool.region.kind == "cuda" else None,
+        )
         self._closing.callback(agent.close)
         max_model_len = opened.max_model_len(pool.region.pages)
-        core = EngineCore(
-            opened.layout, pool.region.pages, self._engine, eos_ids=opened.config.eos_ids, max_model_len=max_model_len
-        )
+        numbers = msgspec.structs.replace(self._engine, max_model_len=max_model_len)
+        core = EngineCore(opened.layout, pool.region.pages, numbers, opened.config.eos_ids)
         loop = EngineLoop(
             core,
             opened.runner(pool.region, self._engine.max_sequences),
@@ -113,7 +131,7 @@ class Worker:
     def _describe(self, opened: OpenedModel, pages: int, max_model_len: int, server: WorkerServer) -> WorkerInfo:
         config = self._worker
         host = advertised(config.host)
-        http = "http://{}:{}".format(host, server.http_socket.getsockname()[1])
+        http = f"http://{host}:{server.http_socket.getsockname()[1]}"
         return WorkerInfo(
             id=uuid.uuid4().hex[:12],
             name=config.name or f"{config.role}:{server.http_socket.getsockname()[1]}",

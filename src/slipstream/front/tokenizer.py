@@ -305,7 +305,9 @@ def load_tokenizer(model: str, tokenizer: str = "") -> Tokenizer:
     """
     from slipstream.model.files import locate
 
-    files = locate(tokenizer or model)
-    if files.gguf is not None:
-        return tokenizer_from_gguf(files.gguf)
-    return tokenizer_from_folder(files.folder)
+    if tokenizer and (Path(tokenizer) / "tokenizer.json").is_file():
+        return tokenizer_from_folder(Path(tokenizer))  # a folder of its own needs no config.json
+    files = locate(tokenizer or model, need_weights=False)
+    if files.kind == "gguf":
+        return tokenizer_from_gguf(Path(files.weights[0]))
+    return tokenizer_from_folder(Path(files.folder))
