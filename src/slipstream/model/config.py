@@ -1,0 +1,303 @@
+"""What a model is, in numbers: read from config.json or from GGUF metadata, before any weight is touched.
+
+Routers, planners and workers read it alike, so there is no torch here. A config that is not fully understood is
+refused with the field at fault: a model that runs with a wrong rope is worse than one that does not run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from slipstream.errors import ModelError
+from slipstream.kv.layout import ITEM_BYTES, KVLayout
+from slipstream.model.files import ModelFiles, read_json
+
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+SUPPORTED = "llama, mistral (without sliding window), qwen2, qwen3"
+
+
+class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Rotary position embedding. Which numbers count depends on `kind`; `original_max_position` is the context that
+    the unscaled model was trained on (llama3, yarn). `attention_factor` scales cos and sin (yarn)."""
+
+    kind: RopeKind = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+    def reach(self, max_position: int) -> int:
+        """The longest context, given the config's; some YaRN configs still state the one before scaling."""
+        if self.kind == "yarn" and self.original_max_position == max_position:
+            return int(self.factor * max_position)
+        return max_position
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One decoder-only transformer.
+
+    Sizes are the whole model's, not a rank's. `eos_ids` are all ids that end an answer. `weights_digest` tells two
+    models of one shape apart; with it `identity` names what decides the content of a KV page.
+    """
+
+    architecture: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    max_position: int
+    norm_eps: float
+    rope: RopeConfig
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tied: bool = False
+    dtype: str = "bfloat16"
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    weights_digest: str = ""
+
+    @property
+    def identity(self) -> str:
+        """Architecture and a digest of all that decides activations; equal on every machine with the same model."""
+        shape = msgspec.structs.replace(self, eos_ids=(), bos_id=None, dtype="")
+        digest = hashlib.blake2b(msgspec.json.encode(shape, order="sorted"), digest_size=8).hexdigest()
+        return f"{self.architecture}-{digest}"
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights that are kept in memory."""
+        heads = (self.heads + 2 * self.kv_heads) * self.head_dim
+        layer = self.hidden * heads + self.heads * self.head_dim * self.hidden + 3 * self.hidden * self.intermediate
+        layer += 2 * self.hidden + heads * self.qkv_bias + 2 * self.head_dim * self.qk_norm
+        layer += self.hidden * self.output_bias + (2 * self.intermediate + self.hidden) * self.mlp_bias
+        return self.layers * layer + self.hidden + self.vocab * self.hidden * (1 if self.tied else 2)
+
+    def layout(self, page_tokens: int, dtype: str, tp_size: int = 1, rank: int = 0) -> KVLayout:
+        """The pages of one rank. Raises ModelError when the heads cannot be divided among `tp_size` ranks."""
+        if dtype not in ITEM_BYTES:
+            raise ModelError(f"KV dtype {dtype!r} is not one of {', '.join(ITEM_BYTES)}.")
+        if self.kv_heads % tp_size or self.heads % tp_size or not 0 <= rank < tp_size:
+            raise ModelError(
+                f"{self.heads} heads and {self.kv_heads} KV heads cannot be divided among {tp_size} ranks "
+                f"(rank {rank}); use a tensor-parallel size that divides both."
+            )
+        heads = self.kv_heads // tp_size
+        return KVLayout(
+            page_tokens=page_tokens,
+            layers=self.layers,
+            kv_heads=heads,
+            head_dim=self.head_dim,
+            dtype=dtype,
+            total_kv_heads=self.kv_heads,
+            first_head=rank * heads,
+            model=self.identity,
+        )
+
+
+def read_config(files: ModelFiles) -> ModelConfig:
+    """Reads a model's config with the digest of its weights. Raises ModelError for what is not supported."""
+    if files.kind == "gguf":
+        from slipstream.model.gguf import GGUFFile, config_from_gguf
+
+        config = config_from_gguf(GGUFFile(files.weights[0]))
+    else:
+        config = _from_folder(Path(files.folder))
+    _check(config)
+    return msgspec.structs.replace(config, weights_digest=files.digest())
+
+
+def _check(config: ModelConfig) -> None:
+    for field in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "max_position"):
+        if getattr(config, field) <= 0:
+            raise ModelError(f"the model's config gives {field}={getattr(config, field)}; it must be positive.")
+    if config.heads % config.kv_heads:
+        raise ModelError(f"the model's {config.heads} heads are no multiple of its {config.kv_heads} KV heads.")
+    if config.head_dim % 2:
+        raise ModelError(f"the model's head_dim {config.head_dim} is odd; rotary embedding needs pairs.")
+
+
+class _Fields:
+    """A JSON object whose fields are asked for by name and type, so that an error can name the field."""
+
+    def __init__(self, values: dict[str, Any], source: str) -> None:
+        self.values, self.source = values, source
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.values.get(name)
+        if value is None:
+            value = default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ModelError(f"{self.source}: {name} is {value!r}, but a number is needed.")
+        return value
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        return int(self.number(name, default))
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.values.get(name)
+        return default if value is None else bool(value)
+
+
+def _from_folder(folder: Path) -> ModelConfig:
+    values = read_json(folder / "config.json")
+    architecture = _architecture(values)
+    fields = _Fields(values, str(folder / "config.json"))
+    _refuse_unsupported(values, architecture, fields)
+    heads = fields.integer("num_attention_heads")
+    hidden = fields.integer("hidden_size")
+    attention_bias = fields.flag("attention_bias", False)
+    max_position = fields.integer("max_position_embeddings", 2048)
+    rope = _rope(values, fields, max_position)
+    return ModelConfig(
+        architecture=architecture,
+        layers=fields.integer("num_hidden_layers"),
+        hidden=hidden,
+        intermediate=fields.integer("intermediate_size"),
+        heads=heads,
+        kv_heads=fields.integer("num_key_value_heads", heads),
+        head_dim=fields.integer("head_dim", hidden // heads),
+        vocab=fields.integer("vocab_size"),
+        max_position=rope.reach(max_position),
+        norm_eps=float(fields.number("rms_norm_eps", 1e-6)),
+        rope=rope,
+        qkv_bias=True if architecture == "qwen2" else attention_bias,
+        output_bias=attention_bias and architecture in ("llama", "qwen3"),
+        mlp_bias=fields.flag("mlp_bias", False) and architecture == "llama",
+        qk_norm=architecture == "qwen3",
+        tied=fields.flag("tie_word_embeddings", False),
+        dtype=str(values.get("dtype") or values.get("torch_dtype") or "float32"),
+        bos_id=_first_id(values.get("bos_token_id")),
+        eos_ids=_eos_ids(folder, values),
+    )
+
+
+def _architecture(values: dict[str, Any]) -> str:
+    named = [str(name) for name in values.get("architectures") or []]
+    for name in named:
+        if name in ARCHITECTURES:
+            return ARCHITECTURES[name]
+    if not named and values.get("model_type") in ARCHITECTURES.values():
+        return str(values["model_type"])
+    found = ", ".join(named) or values.get("model_type") or "none named"
+    raise ModelError(f"architecture {found} is not supported; supported: {SUPPORTED}.")
+
+
+def _refuse_unsupported(values: dict[str, Any], architecture: str, fields: _Fields) -> None:
+    if (activation := values.get("hidden_act", "silu")) != "silu":
+        raise ModelError(f"{fields.source}: hidden_act {activation!r} is not supported; supported: 'silu'.")
+    if quantization := values.get("quantization_config"):
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
+        raise ModelError(
+            f"{fields.source}: the weights are quantised by {method!r}, which is not supported. "
+            "Use the unquantised model or a GGUF file."
+        )
+    window = values.get("sliding_window") if architecture != "llama" else None
+    used = values.get("use_sliding_window", architecture == "mistral")
+    if window and used and window < fields.integer("max_position_embeddings", 2048):
+        raise ModelError(f"{fields.source}: sliding window attention (sliding_window={window}) is not supported.")
+
+
+def _rope(values: dict[str, Any], fields: _Fields, max_position: int) -> RopeConfig:
+    """Reads `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
+    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+        raise ModelError(f"{fields.source}: rope parameters that differ between layers are not supported: {given!r}.")
+    rope = _Fields(given, f"{fields.source}: rope parameters")
+    theta = float(rope.number("rope_theta", fields.number("rope_theta", 10000.0)))
+    if given.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
+        raise ModelError(f"{fields.source}: partial rotary embedding is not supported.")
+    kind = given.get("rope_type", given.get("type", "default"))
+    original = rope.integer("original_max_position_embeddings", max_position)
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind == "linear":
+        return RopeConfig(kind="linear", theta=theta, factor=float(rope.number("factor")))
+    if kind == "llama3":
+        return RopeConfig(
+            kind="llama3",
+            theta=theta,
+            factor=float(rope.number("factor")),
+            original_max_position=original,
+            low_freq_factor=float(rope.number("low_freq_factor")),
+            high_freq_factor=float(rope.number("high_freq_factor")),
+        )
+    if kind == "yarn":
+        factor = float(rope.number("factor", max_position / original))
+        return RopeConfig(
+            kind="yarn",
+            theta=theta,
+            factor=factor,
+            original_max_position=original,
+            beta_fast=float(rope.number("beta_fast", 32.0)),
+            beta_slow=float(rope.number("beta_slow", 1.0)),
+            truncate=rope.flag("truncate", True),
+            attention_factor=_yarn_attention_factor(rope, factor),
+        )
+    raise ModelError(f"{fields.source}: rope type {kind!r} is not supported; supported: default, linear, llama3, yarn.")
+
+
+def yarn_mscale(factor: float, scale: float = 1.0) -> float:
+    """Growth of attention's temperature with the context's, section 3.4 of the YaRN paper (arXiv 2309.00071)."""
+    return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _yarn_attention_factor(rope: _Fields, factor: float) -> float:
+    if rope.values.get("attention_factor") is not None:
+        return float(rope.number("attention_factor"))
+    scale, scale_all = rope.values.get("mscale"), rope.values.get("mscale_all_dim")
+    if scale and scale_all:
+        return yarn_mscale(factor, float(scale)) / yarn_mscale(factor, float(scale_all))
+    return yarn_mscale(factor)
+
+
+def _ids(value: Any) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    return [item for item in values if isinstance(item, int) and not isinstance(item, bool)]
+
+
+def _first_id(value: Any) -> int | None:
+    return next(iter(_ids(value)), None)
+
+
+def _eos_ids(folder: Path, values: dict[str, Any]) -> tuple[int, ...]:
+    """All ids that config.json, generation_config.json or the tokenizer's own config call an end of sequence."""
+    found = _ids(values.get("eos_token_id"))
+    if (folder / "generation_config.json").is_file():
+        found += _ids(read_json(folder / "generation_config.json").get("eos_token_id"))
+    if (folder / "tokenizer_config.json").is_file():
+        found += _tokenizer_eos(folder, read_json(folder / "tokenizer_config.json"))
+    return tuple(dict.fromkeys(found))
+
+
+def _tokenizer_eos(folder: Path, tokenizer: dict[str, Any]) -> list[int]:
+    token = tokenizer.get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    for number, added in (tokenizer.get("added_tokens_decoder") or {}).items():
+        if isinstance(added, dict) and added.get("content") == text:
+            return [int(number)]
+    if text and (folder / "tokenizer.json").is_file():
+        added_tokens = read_json(folder / "tokenizer.json").get("added_tokens") or []
+        return [int(added["id"]) for added in added_tokens if added.get("content") == text]
+    return []

@@ -1,0 +1,133 @@
+"""Opens a model for a worker: files, config, layout, device, weights; then its KV pool and its runner.
+
+The one entry from the engine into `model` and `run`. Cheap checks come first: a wrong device, an unsupported
+architecture or too little memory is said before the first weight is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.config import EngineConfig
+from slipstream.errors import ConfigError, PoolTooSmall
+from slipstream.kv.layout import KVLayout
+from slipstream.kv.pool import HostPool
+from slipstream.model.config import ModelConfig, read_config
+from slipstream.model.files import ModelFiles, locate
+from slipstream.model.llama import Llama
+from slipstream.model.loader import Progress, load
+from slipstream.run.device import Placement, free_bytes, place, pool_pages
+from slipstream.run.runner import Runner
+from slipstream.transfer.transports.base import Region
+
+
+class Pool(Protocol):
+    """KV memory of its own, until `close`."""
+
+    @property
+    def region(self) -> Region: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A loaded model with all that a worker tells others about it."""
+
+    engine: EngineConfig
+    files: ModelFiles
+    config: ModelConfig
+    layout: KVLayout
+    model: Llama
+    placement: Placement
+
+    @property
+    def served_name(self) -> str:
+        return self.engine.served_model_name or self.files.short_name
+
+    @property
+    def device(self) -> torch.device:
+        return self.placement.device
+
+    @property
+    def device_name(self) -> str:
+        return self.placement.name
+
+    @property
+    def pool_pages(self) -> int:
+        """Pages that a pool may have now, one scratch page included."""
+        return pool_pages(self.engine, self.layout, self.device, self.config.max_position)
+
+    def allocate_pool(self, probe_bytes: int) -> Pool:
+        """The KV pool, in host or device memory. Raises PoolTooSmall."""
+        pages = self.pool_pages
+        if self.device.type == "cpu":
+            return HostPool.allocate(self.layout, pages, probe_bytes)
+        from slipstream.transfer.cuda.memory import DeviceMemory
+
+        return DeviceMemory.allocate(self.layout, pages, probe_bytes, str(self.device))
+
+    def max_model_len(self, pages: int) -> int:
+        """Longest prompt plus answer in tokens: what the user, the model and a pool of `pages` pages allow.
+
+        Raises ConfigError when the user asks for more than the model has, PoolTooSmall for more than the pool has.
+        """
+        pool_tokens = (pages - 1) * self.layout.page_tokens  # one page is scratch
+        wanted = self.engine.max_model_len
+        if wanted > self.config.max_position:
+            raise ConfigError(
+                f"max_model_len {wanted} exceeds the {self.config.max_position} positions of {self.engine.model}; "
+                "lower --max-model-len."
+            )
+        if wanted > pool_tokens:
+            raise PoolTooSmall(
+                f"max_model_len {wanted} does not fit into the KV pool of {pool_tokens} tokens; "
+                f"lower --max-model-len or raise --kv-tokens to at least {wanted}."
+            )
+        return wanted or min(self.config.max_position, pool_tokens)
+
+    def runner(self, pool: Region | Tensor, max_sequences: int) -> Runner:
+        """The executor of plans over a pool: its region, or its pages as a byte tensor."""
+        memory = pool if isinstance(pool, Tensor) else region_tensor(pool, self.device)
+        return Runner(self.model, self.layout, memory, max_sequences, threads=self.placement.threads)
+
+
+def open_model(engine: EngineConfig, progress: Progress | None = None) -> OpenedModel:
+    """Loads the model that a worker was configured with.
+
+    Raises ConfigError for a device that is not there and ModelError for whatever is wrong with the model.
+    """
+    placement = place(engine)
+    dummy = engine.load_format == "dummy"
+    files = locate(engine.model, need_weights=not dummy)
+    config = read_config(files)
+    layout = config.layout(engine.page_tokens, placement.dtype_name)
+    if placement.threads:
+        torch.set_num_threads(placement.threads)
+    free = free_bytes(placement.device)
+    model = load(files, config, placement.device, placement.dtype, progress, free_bytes=free, dummy=dummy)
+    return OpenedModel(engine, files, config, layout, model, placement)
+
+
+class _DeviceBytes:
+    """Device memory in the words of the CUDA array interface, which torch wraps without a copy."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def region_tensor(region: Region, device: torch.device) -> Tensor:
+    """The pages of a pool as a byte tensor over the same memory."""
+    size = region.pages * region.page_bytes
+    if region.array is not None:
+        return torch.frombuffer(region.array, dtype=torch.uint8, count=size)
+    return torch.as_tensor(_DeviceBytes(region.address, size), device=device)

@@ -1,0 +1,90 @@
+"""Executes step plans: one forward pass of the model over the tokens of a step, then sampling.
+
+A plan comes in as numpy columns and its outcome goes out as such. The runner holds no sequences: what it keeps between
+steps is the KV pool, which the plans index, and the sampling state of rows, which plans set and free. It belongs to the
+thread that calls `execute`.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slipstream.engine.plan import StepOutcome, StepPlan
+from slipstream.kv.layout import KVLayout
+from slipstream.model.llama import Llama
+from slipstream.run.attention import PagedPool, StepAttention
+from slipstream.run.sampler import Sampler, top_logprobs
+from slipstream.types import Logprob
+
+PROMPT_LOGPROB_ROWS = 64  # rows whose logits over the whole vocabulary exist at once
+
+
+class Runner:
+    """The model of one rank over its KV pool.
+
+    `memory` is the pool as a byte tensor on the model's device, pages first; `threads` is the number of compute threads
+    on a CPU (0 leaves torch's setting). The pool belongs to whoever allocated it and must outlive the runner.
+    """
+
+    def __init__(self, model: Llama, layout: KVLayout, memory: Tensor, max_sequences: int, *, threads: int = 0) -> None:
+        self.model, self.layout = model, layout
+        self.pool = PagedPool(memory, layout, model.dtype)
+        self.sampler = Sampler(max_sequences, model.config.vocab, model.device)
+        self._threads, self._thread = threads, 0
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepOutcome:
+        """Runs one step. New keys and values are in the pool, and its copies may start, when this returns."""
+        self._settle_thread()
+        for row in plan.freed_rows:
+            self.sampler.free(row)
+        for new in plan.new_rows:
+            self.sampler.add(new)
+        token_ids = np.full(plan.sequences, -1, dtype=np.int64)
+        logprobs: list[Logprob | None] = [None] * plan.sequences
+        if len(plan.token_ids) == 0:
+            return StepOutcome(plan.step, token_ids, logprobs)
+        hidden = self.model.forward(
+            self._tensor(plan.token_ids), self._tensor(plan.positions), StepAttention(self.pool, plan)
+        )
+        sampled = np.flatnonzero(plan.sample)
+        if len(sampled):
+            logits = self.model.logits(self._rows(hidden, plan.query_start[sampled + 1] - 1))
+            chosen, found = self.sampler.sample(logits, plan.rows[sampled], plan.context_lens[sampled])
+            token_ids[sampled] = chosen
+            for index, logprob in zip(sampled, found, strict=True):
+                logprobs[index] = logprob
+        prompts = {index: self._prompt_logprobs(hidden, plan, index) for index in plan.prompt_logprobs}
+        if self.model.device.type == "cuda":
+            torch.cuda.current_stream(self.model.device).synchronize()
+        return StepOutcome(plan.step, token_ids, logprobs, prompts)
+
+    def _settle_thread(self) -> None:
+        """The number of threads is a setting of each calling thread."""
+        if self._threads and self._thread != threading.get_ident():
+            torch.set_num_threads(self._threads)
+            self._thread = threading.get_ident()
+
+    def _tensor(self, values: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.model.device, non_blocking=True)
+
+    def _rows(self, hidden: Tensor, rows: NDArray[np.int64]) -> Tensor:
+        return hidden if len(rows) == len(hidden) else hidden.index_select(0, self._tensor(rows))
+
+    def _prompt_logprobs(self, hidden: Tensor, plan: StepPlan, index: int) -> list[Logprob | None]:
+        """Log-probability of the token behind each token of one sequence's chunk; None where there is none."""
+        targets = plan.prompt_logprobs[index]
+        count = self.sampler.params(int(plan.rows[index])).prompt_logprobs or 0
+        found: list[Logprob | None] = [None] * len(targets)
+        wanted = np.flatnonzero(targets >= 0)
+        for start in range(0, len(wanted), PROMPT_LOGPROB_ROWS):
+            part = wanted[start : start + PROMPT_LOGPROB_ROWS]
+            logits = self.model.logits(self._rows(hidden, plan.query_start[index] + part))
+            for offset, logprob in zip(part, top_logprobs(logits, targets[part], [count] * len(part)), strict=True):
+                found[offset] = logprob
+        return found
