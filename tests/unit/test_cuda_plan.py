@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+
 from slipstream.transfer.cuda.plan import (
     PIECE_BYTES,
     CopyCosts,

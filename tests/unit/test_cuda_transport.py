@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+
 from slipstream.config import TransferConfig
 from slipstream.errors import ConfigError, PeerLost, PoolTooSmall, RouteUnavailable
 from slipstream.transfer.cuda.alarm import Alarm

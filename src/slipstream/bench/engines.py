@@ -354,6 +354,7 @@ ENGINES: dict[str, EngineKind] = {
             "SLIPSTREAM_BENCH_NIXL_THREADS": "4",
         },
     ),
+    "nixl-sgl": EngineKind("nixl", ("cuda",), {"NIXL_UCX_SGL_ENABLE": "1", "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}),
     "nixl-tcp": EngineKind("nixl", ("cpu",), {"NIXL_UCX_SGL_ENABLE": "0", "UCX_TLS": "tcp,self"}),
     "mooncake": EngineKind("mooncake", ("cuda",), {"MC_INTRANODE_NVLINK": "1"}),
     "mooncake-tcp": EngineKind("mooncake", ("cpu", "cuda"), {"MC_FORCE_TCP": "1"}),

@@ -1,0 +1,285 @@
+"""Everything about KV transfer that only a machine with GPUs can show, in one go.
+
+    python scripts/gpu_transfer.py [STEP ...] [--out FOLDER] [--budget SECONDS]
+
+Steps: tests, kernel (programs, tile and warps of the copy kernel), interference (what transfers cost a loop that is
+bound by memory and one of matrix products, on either GPU), staging (to and from pinned memory), table (bench transfer
+of slipstream's engines), peers (the same for nixl and mooncake). Without a step: all. Results are printed as they come
+and written to FOLDER as JSON lines. Needs torch, triton, cuda-bindings; two GPUs for most of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+GIB = 1 << 30
+STEPS = ("tests", "kernel", "interference", "staging", "table", "peers")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("steps", nargs="*", metavar="STEP", help=", ".join(STEPS))
+    parser.add_argument("--out", type=Path, default=Path("gpu-transfer"))
+    parser.add_argument("--budget", type=float, default=500.0, help="seconds; later steps are left out or cut short")
+    parser.add_argument("--sizes", default="1K,4K,8K,32K,128K,512K,1M,2M", help="page sizes of the peers step")
+    parser.add_argument("--engines", default="", help="engines of the peers step")
+    parser.add_argument("--here", action="store_true", help="run one measuring step in this process")
+    arguments = parser.parse_args()
+    unknown = set(arguments.steps) - set(STEPS)
+    if unknown:
+        parser.error(f"no such step: {', '.join(sorted(unknown))}; there are {', '.join(STEPS)}")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.here:
+        {"kernel": kernel, "interference": interference, "staging": staging}[arguments.steps[0]](str(arguments.out))
+        return 0
+    end = time.monotonic() + arguments.budget
+    failed = 0
+    for step in arguments.steps or STEPS:
+        left = end - time.monotonic()
+        print(f"== {step} ({left:.0f} s left)", flush=True)
+        if left < 5:
+            continue
+        began = time.monotonic()
+        failed += int(run_step(step, arguments, left) != 0)
+        print(f"== {step} took {time.monotonic() - began:.1f} s", flush=True)
+    return failed
+
+
+def run_step(step: str, arguments: argparse.Namespace, left: float) -> int:
+    """Each step in a process of its own, so that a lost context ends that step alone."""
+    bench = [sys.executable, "-m", "slipstream.bench.transfer", "--budget", f"{left - 5:.0f}"]
+    bench += ["--logs", str(arguments.out), "--json", str(arguments.out / f"{step}.json")]
+    commands = {
+        "tests": [
+            sys.executable,
+            "-m",
+            "pytest",
+            "tests/gpu/test_cuda_ipc.py",
+            "--maxfail=5",
+            "-s",
+            "-p",
+            "no:cacheprovider",
+        ],
+        "table": [*bench, "--engines", "raw,cuda_ipc", "--case-seconds", "0.15"],
+        "peers": [
+            *bench,
+            *("--engines", arguments.engines or "raw,cuda_ipc,nixl,nixl-best,nixl-sgl,mooncake"),
+            *("--sizes", arguments.sizes, "--case-seconds", "0.15"),
+        ],
+    }
+    own = [sys.executable, __file__, step, "--here", "--out", str(arguments.out)]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    try:
+        return subprocess.run(commands.get(step, own), cwd=ROOT, env=environment, timeout=left).returncode
+    except subprocess.TimeoutExpired:
+        print(f"{step} was stopped after {left:.0f} s", flush=True)
+        return 1
+
+
+class Results:
+    """Prints each result and appends it to a file."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        self._file = (Path(folder) / f"{name}.jsonl").open("w")
+
+    def add(self, **result: Any) -> None:
+        line = json.dumps({key: float(f"{v:.5g}") if isinstance(v, float) else v for key, v in result.items()})
+        print(line, flush=True)
+        self._file.write(line + "\n")
+        self._file.flush()
+
+
+class Pools:
+    """2 GiB on each of two GPUs of this process, reachable from the first, and a copier there."""
+
+    def __init__(self, size: int = 2 * GIB) -> None:
+        import torch
+
+        from slipstream.transfer.cuda.memory import DeviceMemory
+        from slipstream.transfer.cuda.runtime import Device
+
+        self.torch = torch
+        self.devices = [Device(0), Device(min(1, torch.cuda.device_count() - 1))]
+        self.memories = [DeviceMemory(device, 1, size, 0) for device in self.devices]
+        self.devices[0].use()
+        reason = self.devices[0].reach_peer(self.devices[1].uuid)
+        if reason:
+            raise SystemExit(reason)
+        self.size = size
+
+    def runs(self, page: int, total: int = GIB) -> Any:
+        from slipstream.transfer.transports.base import Runs
+
+        places = [np.random.default_rng(seed).permutation(self.size // page)[: total // page] * page for seed in (1, 2)]
+        return Runs(places[0], places[1], np.broadcast_to(np.int64(page), (total // page,)))
+
+
+def kernel(folder: str) -> None:
+    """GB/s of the kernel by its settings, several batches of 1 GiB in a row so that only the GPU's time counts."""
+    from slipstream.transfer.cuda.copier import Copier, CopySettings
+    from slipstream.transfer.cuda.plan import CopyCosts, survey
+
+    pools, results = Pools(), Results(folder, "kernel")
+    by_kernel = CopyCosts(0.0, 0.0, 1.0, 1.0, 1.0)
+    here, there = pools.memories[0].address, pools.memories[1].address
+    runs = {page: pools.runs(page) for page in (1024, 8192, 131072)}
+    for tile, warps in ((32 << 10, 8), (16 << 10, 4), (16 << 10, 8), (64 << 10, 16), (64 << 10, 8), (32 << 10, 16)):
+        rates: dict[str, list[float]] = {}
+        for programs in (8, 16, 32, 64, 132):
+            copier = Copier(pools.devices[0], CopySettings(programs, tile, warps, streams=1))
+            for page, batch in runs.items():
+                seen = survey(batch, pools.size, pools.size)
+                for name, (source, to) in (("push", (here, there)), ("pull", (there, here))):
+                    rate = _gpu_rate(copier, lambda s=source, t=to, b=batch, n=seen: (s, t, b, n, by_kernel))
+                    rates.setdefault(f"{name} {page}", []).append(round(rate, 1))
+            copier.close()
+        results.add(tile=tile, warps=warps, programs=[8, 16, 32, 64, 132], **rates)
+
+
+def _gpu_rate(copier: Any, arguments: Callable[[], tuple[Any, ...]], batches: int = 3) -> float:
+    """GB/s of batches in a row: the time between the ends of the first and the last."""
+    copies = [copier.start(*arguments()) for _ in range(batches + 1)]
+    copier.wait(copies[0])
+    began = time.perf_counter()
+    for copy in copies[1:]:
+        copier.wait(copy)
+    return batches * copies[0].total / (time.perf_counter() - began) / 1e9
+
+
+def interference(folder: str) -> None:
+    """How much slower loops on either GPU run while pages of 32 KiB are pushed without a pause."""
+    from slipstream.transfer.cuda.copier import CopySettings
+    from slipstream.transfer.cuda.plan import CopyCosts
+
+    pools, results = Pools(), Results(folder, "interference")
+    torch = pools.torch
+    kernel_only, engine_only = CopyCosts(0.0, 0.0, 1.0, 1.0, 1.0), CopyCosts(1.0, 1.0, 0.0, 0.0, 0.0)
+    loops = {}
+    for gpu, side in ((0, "sender"), (1, "receiver")):
+        device = f"cuda:{min(gpu, torch.cuda.device_count() - 1)}"
+        weights = torch.randn(GIB // 4096, 4096, device=device, dtype=torch.bfloat16)  # 2 GiB, read once an iteration
+        vector = torch.randn(4096, device=device, dtype=torch.bfloat16)
+        square = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+        loops[side, "memory"] = _graph(torch, device, lambda w=weights, v=vector: w @ v, 20)
+        loops[side, "matmul"] = _graph(torch, device, lambda s=square: s @ s, 20)
+    alone = {name: statistics.median(run() for _ in range(5)) for name, run in loops.items()}
+    results.add(alone_ms={f"{side} {loop}": round(1e3 * seconds, 3) for (side, loop), seconds in alone.items()})
+    plans = [
+        ("kernel", CopySettings(programs=p, streams=1), kernel_only, 32 << 10) for p in (4, 8, 16, 24, 32, 64, 132)
+    ]
+    plans.append(("engine", CopySettings(streams=1), engine_only, 64 << 20))
+    for way, settings, costs, page in plans:
+        for direction in ("push", "pull"):
+            rates, slower = {}, {}
+            for name, run in loops.items():
+                with _Pusher(pools, settings, costs, page, direction) as pusher:
+                    time.sleep(0.02)
+                    pusher.moved, began = 0, time.perf_counter()
+                    seconds = statistics.median(run() for _ in range(5))
+                    rates[" ".join(name)] = round(pusher.moved / (time.perf_counter() - began) / 1e9, 1)
+                slower[" ".join(name)] = round(100 * (seconds / alone[name] - 1), 2)
+            programs = settings.programs if way == "kernel" else 0
+            results.add(way=way, programs=programs, direction=direction, slower_percent=slower, gbps=rates)
+
+
+def _graph(torch: Any, device: str, step: Callable[[], Any], count: int) -> Callable[[], float]:
+    """A CUDA graph of `count` steps; calling it replays it and returns the seconds on the GPU."""
+    torch.cuda.set_device(device)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(count):
+                step()
+
+    def run() -> float:
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(3):
+                graph.replay()
+            end.record()
+            end.synchronize()
+        return start.elapsed_time(end) / 3e3
+
+    return run
+
+
+class _Pusher:
+    """A thread that keeps three batches under way."""
+
+    def __init__(self, pools: Pools, settings: Any, costs: Any, page: int, direction: str) -> None:
+        from slipstream.transfer.cuda.copier import Copier
+        from slipstream.transfer.cuda.plan import survey
+
+        here, there = pools.memories[0].address, pools.memories[1].address
+        ends = (here, there) if direction == "push" else (there, here)
+        runs = pools.runs(page, 256 << 20)
+        seen = survey(runs, pools.size, pools.size)
+        self.moved = 0
+        self._stop = False
+
+        def push() -> None:
+            copier = Copier(pools.devices[0], settings)
+            copies = [copier.start(*ends, runs, seen, costs) for _ in range(3)]
+            while not self._stop:
+                copier.wait(copies.pop(0))
+                self.moved += seen.total
+                copies.append(copier.start(*ends, runs, seen, costs))
+            for copy in copies:
+                copier.wait(copy)
+            copier.close()
+
+        self._thread = threading.Thread(target=push)
+
+    def __enter__(self) -> _Pusher:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop = True
+        self._thread.join()
+
+
+def staging(folder: str) -> None:
+    """GB/s of device memory through pinned pieces, by page size: out, in, and both at once in two threads."""
+    from slipstream.transfer.copies import split
+    from slipstream.transfer.staging import PIECE_RUNS, Staging
+
+    pools, results = Pools(), Results(folder, "staging")
+    region = pools.memories[0].region
+    for slot in (1 << 20, 4 << 20, 16 << 20):
+        stage = Staging(region, slots=4, slot_bytes=slot)
+        for page in (8 << 10, 128 << 10, 1 << 20):
+            runs = pools.runs(page, GIB // 2)
+            began = time.perf_counter()
+            moved = sum(len(piece) for _, piece in stage.out(runs))
+            out = moved / (time.perf_counter() - began) / 1e9
+            began = time.perf_counter()
+            for piece in split(runs, slot, PIECE_RUNS):
+                with stage.into(piece):
+                    pass
+            stage.flush()
+            back = runs.total / (time.perf_counter() - began) / 1e9
+            results.add(slot=slot, page=page, out_gbps=out, in_gbps=back)
+        stage.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
