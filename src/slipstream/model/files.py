@@ -182,8 +182,16 @@ def _from_hub(name: str, need_weights: bool) -> ModelFiles:
         if isinstance(error, errors.LocalEntryNotFoundError):
             raise _unreachable(name, error) from None
         raise ModelError(f"no model {name!r}: there is no such folder here, and the hub does not have it.") from None
-    except (*errors.HfHubHTTPError.__bases__, errors.OfflineModeIsEnabled) as error:  # its HTTP library's, and OSError
+    except _network_errors() as error:
         raise _unreachable(name, error) from None
+
+
+def _network_errors() -> tuple[type[Exception], ...]:
+    """What the hub's client raises without a network: its own errors, and those of the HTTP library it was built on."""
+    from huggingface_hub import errors
+
+    bases = [base for base in errors.HfHubHTTPError.__bases__ if issubclass(base, Exception)]
+    return (OSError, errors.OfflineModeIsEnabled, *bases)
 
 
 def _unreachable(name: str, error: Exception) -> ModelError:

@@ -74,7 +74,7 @@ class GGUFFile:
             raise ModelError(f"{path} is one part of a split GGUF; merge the parts with `llama-gguf-split --merge`.")
 
     def _parse(self) -> None:
-        header = _Cursor(memoryview(self._data))
+        header = _Cursor(self._data.data)
         magic, version, tensors, pairs = header.unpack("<4sIQQ")
         if magic != b"GGUF" or version not in (2, 3):
             raise ModelError(f"{self.path} is no little-endian GGUF file of version 2 or 3 (version {version}).")
