@@ -189,7 +189,9 @@ def _pcie(machine: Machine, a: Gpu, b: Gpu, level: str) -> Path:
     rates = [gpu.pcie_gbps for gpu in (a, b) if gpu.pcie_gbps]
     notes = []
     if level not in _NEAR:
-        notes.append(Finding("root-complex", f"level {level}: copies pass the root complex, writes beat reads; measure"))
+        notes.append(
+            Finding("root-complex", f"level {level}: copies pass the root complex, writes beat reads; measure")
+        )
     if not known and not reasons:
         notes.append(Finding("peer-not-shown", "peer access is not shown: a copy with a pattern has to prove it"))
     return Path(
@@ -343,9 +345,15 @@ def _advice(machine: Machine, networks: tuple[Network, ...]) -> tuple[Finding, .
     advice = []
     for network in networks:
         now = levels.order(network.best.level) if network.best else levels.order("SYS") + 1
-        better = [nic for nic, _ in fixable if levels.order(machine.level(network.gpu, nic.name)) < min(now, levels.order("NODE"))]
+        better = [
+            nic
+            for nic, _ in fixable
+            if levels.order(machine.level(network.gpu, nic.name)) < min(now, levels.order("NODE"))
+        ]
         if better:
-            nic = min(better, key=lambda nic: (levels.order(machine.level(network.gpu, nic.name)), _place(machine, nic)))
+            nic = min(
+                better, key=lambda nic: (levels.order(machine.level(network.gpu, nic.name)), _place(machine, nic))
+            )
             level = machine.level(network.gpu, nic.name)
             text = f"give {nic.name} a network device and an address: {network.gpu} gets a {level} rail"
             advice.append(Finding("address-missing", text))

@@ -104,11 +104,8 @@ def _join_port(known: Port | None, port: Port, where: str, notes: Notes) -> Port
         old, new = getattr(known, field), getattr(port, field)
         if field in _VERDICT or new is None or old == new:
             continue
-        if old is None:
-            changes[field] = new
-        elif field == "netdev" and not old:
-            changes[field] = new
-        elif field == "gids" and len(new) > len(old):
+        fuller = (field == "netdev" and not old) or (field == "gids" and old is not None and len(new) > len(old))
+        if old is None or fuller:
             changes[field] = new
         elif field in ("state", "layer", "netdev", "lid") and new:
             when = ", unless it has changed in between" if field in _STALE else ""

@@ -97,7 +97,9 @@ def collect(nvml: Any) -> NvmlFacts:
     ask = _Asker(nvml)
     count = ask("nvmlDeviceGetCount") or 0
     handles = [ask("nvmlDeviceGetHandleByIndex", index) for index in range(count)]
-    problems = [f"GPU{i}: NVML gives no handle (lost, or not permitted)" for i, handle in enumerate(handles) if handle is None]
+    problems = [
+        f"GPU{i}: NVML gives no handle (lost, or not permitted)" for i, handle in enumerate(handles) if handle is None
+    ]
     present = [(index, handle) for index, handle in enumerate(handles) if handle is not None]
     facts: dict[str, dict[str, str]] = {"levels": {}, "read": {}, "write": {}, "nvlink": {}}
     for i, a in present:
@@ -225,7 +227,7 @@ def collect_in_child(timeout_s: float = 15.0) -> NvmlFacts:
 def main() -> int:
     """Prints the facts of this system as JSON; the child of `collect_in_child`."""
     try:
-        import pynvml
+        import pynvml  # pyright: ignore[reportMissingImports]
     except ImportError:
         facts = NvmlFacts(problems=("nvidia-ml-py is not installed: pip install 'slipstream[gpu]'",))
         sys.stdout.buffer.write(msgspec.json.encode(facts))

@@ -206,18 +206,24 @@ def gpudirect(tree: Tree) -> GpuDirect:
     version = tree.read("/proc/driver/nvidia/version") or ""
     findings = []
     peer_module = next((name for name in ("nvidia_peermem", "nv_peer_mem") if name in loaded), None)
-    registered = any(
-        tree.exists(f"/sys/kernel/mm/memory_peers/{name}/version") for name in ("nv_mem", "nv_mem_nc")
+    registered = any(tree.exists(f"/sys/kernel/mm/memory_peers/{name}/version") for name in ("nv_mem", "nv_mem_nc"))
+    bound = (
+        registered or any(peer_module in loaded.get(core, ()) for core in ("ib_core", "ib_uverbs"))
+        if peer_module
+        else None
     )
-    bound = registered or any(peer_module in loaded.get(core, ()) for core in ("ib_core", "ib_uverbs")) if peer_module else None
     if peer_module and not registered and bound:
         text = "some libraries look for /sys/kernel/mm/memory_peers, which this kernel lacks, and report it as disabled"
         findings.append(Finding("peermem-version-file", f"{peer_module} is loaded and bound; {text}"))
     open_driver = "Open Kernel Module" in version
-    kernel = tuple(int(part) for part in (tree.read("/proc/sys/kernel/osrelease") or "").split(".")[:2] if part.isdigit())
+    kernel = tuple(
+        int(part) for part in (tree.read("/proc/sys/kernel/osrelease") or "").split(".")[:2] if part.isdigit()
+    )
     dma_buf = open_driver and kernel >= _DMA_BUF_KERNEL if version and kernel else None
     if dma_buf is False:
-        why = "the closed kernel module cannot export GPU memory" if not open_driver else "the kernel is older than 5.12"
+        why = (
+            "the closed kernel module cannot export GPU memory" if not open_driver else "the kernel is older than 5.12"
+        )
         findings.append(Finding("no-dma-buf", f"no dma-buf: {why}"))
     gdrcopy = "gdrdrv" in loaded or tree.exists("/dev/gdrdrv")
     shown = bool(loaded)

@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         dest="files",
         nargs="+",
         metavar="FILE",
-        help="saved snapshots or pasted outputs of one machine (nvidia-smi topo -m, rdma link, ibstat, ...); - is stdin",
+        help="a saved snapshot, or pasted outputs of one machine (nvidia-smi topo -m, rdma link, ...); - is stdin",
     )
     source.add_argument("--root", metavar="DIR", help="a recorded root folder with sys/ and proc/")
     parser.add_argument("--json", action="store_true", help="machine, plan and readings as JSON")
@@ -182,9 +182,7 @@ def _refused(plan: choose.Plan) -> str:
     for port in plan.refused:
         name = port.nic if port.port is None else f"{port.nic}/{port.port}"
         groups.setdefault("; ".join(reason.text for reason in port.reasons), []).append(name)
-    lines = [
-        _wrap(f"{', '.join(sorted(names, key=levels.natural))}: {why}", "  ") for why, names in groups.items()
-    ]
+    lines = [_wrap(f"{', '.join(sorted(names, key=levels.natural))}: {why}", "  ") for why, names in groups.items()]
     return "\n".join([f"Network ports that cannot be used ({len(plan.refused)})", *lines]) if lines else ""
 
 
@@ -197,7 +195,9 @@ def _affinity(plan: choose.Plan) -> str:
         direct = {True: "GPUDirect", False: "staged", None: "GPUDirect not shown"}[best.direct]
         speed = f"{best.gbps:g} GB/s" if best.gbps else ""
         others = ", ".join(f"{nic.nic} {nic.level}" for nic in network.ranked[1:4])
-        rows.append((network.gpu, f"{best.nic}/{best.port}", best.level, direct, speed, f"then {others}" if others else ""))
+        rows.append(
+            (network.gpu, f"{best.nic}/{best.port}", best.level, direct, speed, f"then {others}" if others else "")
+        )
     return "GPU to network\n" + _table(rows) if rows else ""
 
 

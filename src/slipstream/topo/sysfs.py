@@ -191,7 +191,9 @@ def numa_nodes(tree: Tree) -> tuple[NumaNode, ...]:
         if re.fullmatch(r"node\d+", name):
             memory = re.search(r"MemTotal:\s+(\d+) kB", tree.read(f"{folder}/{name}/meminfo") or "")
             cpus = tree.read(f"{folder}/{name}/cpulist") or ""
-            nodes.append(NumaNode(id=int(name[4:]), cpus=cpus, memory_bytes=int(memory.group(1)) * 1024 if memory else None))
+            nodes.append(
+                NumaNode(id=int(name[4:]), cpus=cpus, memory_bytes=int(memory.group(1)) * 1024 if memory else None)
+            )
     return tuple(nodes)
 
 
@@ -202,7 +204,15 @@ def bridges(tree: Tree, paths: Iterable[str]) -> tuple[Bridge, ...]:
     for path in paths:
         parts = [part for part in path.partition("/devices/")[2].split("/") if part]
         for depth, part in enumerate(parts[:-1]):
-            kind = "host-bridge" if depth == 0 else "root-port" if depth == 1 else "upstream-port" if depth % 2 == 0 else "downstream-port"
+            kind = (
+                "host-bridge"
+                if depth == 0
+                else "root-port"
+                if depth == 1
+                else "upstream-port"
+                if depth % 2 == 0
+                else "downstream-port"
+            )
             numa = numa_node(tree, f"{PCI}/{part}") if depth else None
             found.setdefault(part, Bridge(address=part, kind=kind, parent=parts[depth - 1] if depth else "", numa=numa))
     return tuple(found.values())

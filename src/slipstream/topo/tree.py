@@ -82,7 +82,9 @@ class ListTree:
     """Files of a `path<TAB>value` list. A value "-> target" is a link, "(missing)" says that the file is absent."""
 
     def __init__(self, files: dict[str, str]) -> None:
-        self._files = {path: value for path, value in files.items() if not value.startswith(_LINK) and value != _MISSING}
+        self._files = {
+            path: value for path, value in files.items() if not value.startswith(_LINK) and value != _MISSING
+        }
         self._links = {path: value[len(_LINK) :] for path, value in files.items() if value.startswith(_LINK)}
         self._folders: dict[str, set[str]] = {}
         for path in (*self._files, *self._links):

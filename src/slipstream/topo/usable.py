@@ -219,9 +219,7 @@ def _compare(nics: Sequence[Nic], around: Surroundings) -> tuple[Nic, ...]:
             return port
         return msgspec.structs.replace(port, front_end=True, cautions=(*port.cautions, *notes))
 
-    return tuple(
-        msgspec.structs.replace(nic, ports=tuple(marked(nic, port) for port in nic.ports)) for nic in nics
-    )
+    return tuple(msgspec.structs.replace(nic, ports=tuple(marked(nic, port) for port in nic.ports)) for nic in nics)
 
 
 def count(ports: Iterable[Port]) -> tuple[int, int, int]:

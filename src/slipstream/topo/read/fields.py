@@ -32,6 +32,7 @@ def port_state(where: str, text: str | None, notes: Notes) -> str | None:
     """ACTIVE out of "PORT_ACTIVE (4)", "4: ACTIVE", "Active" or "ACTIVE"."""
     word = _word(text)
     if word is None:
+        _empty(where, "state", text, notes)
         return None
     word = word.removeprefix("PORT").removeprefix("_").replace("INITIALIZING", "INIT").replace("INITIALIZE", "INIT")
     if word not in STATES:
@@ -41,9 +42,10 @@ def port_state(where: str, text: str | None, notes: Notes) -> str | None:
 
 
 def phys_state(where: str, text: str | None, notes: Notes) -> str | None:
-    """LINK_UP out of "LINK_UP (5)", "5: LinkUp", "LinkUp"; empty text counts as not shown."""
+    """LINK_UP out of "LINK_UP (5)", "5: LinkUp", "LinkUp"."""
     word = _word(text)
     if word is None:
+        _empty(where, "physical state", text, notes)
         return None
     state = _PHYS.get(word.replace("_", ""))
     if state is None:
@@ -79,6 +81,11 @@ def gid_value(where: str, text: str, notes: Notes) -> str | None:
     except ValueError:
         notes.warn("bad-value", f"{where}: {text!r} is no GID")
         return None
+
+
+def _empty(where: str, what: str, text: str | None, notes: Notes) -> None:
+    if text is not None:
+        notes.warn("bad-value", f"{where}: {what} without a value")
 
 
 def _word(text: str | None) -> str | None:

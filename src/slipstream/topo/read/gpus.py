@@ -14,7 +14,9 @@ _LINK = re.compile(r"Link (\d+): (?:(\d+(?:\.\d+)?) GB/s|<inactive>)")
 _LINK_START = re.compile(r"Link \d+")
 _ALL_INACTIVE = re.compile(r"all links are inactive", re.IGNORECASE)
 _XID = re.compile(r"Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d+)\b(.*)")
-_FABRIC_KEY = re.compile(r"^\s*(State|Status|CliqueId|ClusterUUID|Health|Bandwidth|Route \w+|Access \w+ \w+)\s*:\s*(.*?)\s*$")
+_FABRIC_KEY = re.compile(
+    r"^\s*(State|Status|CliqueId|ClusterUUID|Health|Bandwidth|Route \w+|Access \w+ \w+)\s*:\s*(.*?)\s*$"
+)
 _NO_FABRIC = ("N/A", "Not Supported")
 
 

@@ -9,8 +9,30 @@ from slipstream.topo.levels import natural
 from slipstream.topo.read.reading import Reading
 from slipstream.topo.read.text import Notes, Text
 
-MODULES = ("nvidia_peermem", "nv_peer_mem", "gdrdrv", "nvidia_fs", "mlx5_ib", "mlx_compat", "ib_core", "rdma_rxe", "siw")
-HARDWARE_DRIVERS = ("mlx5_ib", "mlx4_ib", "bnxt_re", "irdma", "qedr", "efa", "hfi1", "i40iw", "erdma", "cxgb4", "vmw_pvrdma")
+MODULES = (
+    "nvidia_peermem",
+    "nv_peer_mem",
+    "gdrdrv",
+    "nvidia_fs",
+    "mlx5_ib",
+    "mlx_compat",
+    "ib_core",
+    "rdma_rxe",
+    "siw",
+)
+HARDWARE_DRIVERS = (
+    "mlx5_ib",
+    "mlx4_ib",
+    "bnxt_re",
+    "irdma",
+    "qedr",
+    "efa",
+    "hfi1",
+    "i40iw",
+    "erdma",
+    "cxgb4",
+    "vmw_pvrdma",
+)
 _MODULE = re.compile(r"^(?P<name>[A-Za-z]\w*)\s+(?P<size>\d{4,})\s+(?P<count>-?\d+)(?:\s+(?P<users>[\w,\-\[\]]+))?\s*$")
 _ULIMIT_A = re.compile(r"^(?P<what>[A-Za-z][a-zA-Z \-]*?)\s+\((?:[^()]*, )?-(?P<flag>\w)\)\s+(?P<value>\S+)\s*$")
 _MEMLOCK_FLOOR_KB = 1 << 20  # pools are gigabytes: less than one can only fail
@@ -25,11 +47,15 @@ def looks_like_lsmod(text: Text) -> bool:
 
 def looks_like_ulimit(text: Text) -> bool:
     body = text.body.strip()
-    return bool(re.fullmatch(r"unlimited|\d{1,9}", body) or re.search(r"^ulimit soft:|\(kbytes, -l\)", body, re.MULTILINE))
+    return bool(
+        re.fullmatch(r"unlimited|\d{1,9}", body) or re.search(r"^ulimit soft:|\(kbytes, -l\)", body, re.MULTILINE)
+    )
 
 
 def looks_like_dev(text: Text) -> bool:
-    return bool(re.search(r"\buverbs\d+|/dev/infiniband|\brdma_cm\b(?!,)\s*$|/dev/nvidia\d|-> ibdev=", text.body, re.MULTILINE))
+    return bool(
+        re.search(r"\buverbs\d+|/dev/infiniband|\brdma_cm\b(?!,)\s*$|/dev/nvidia\d|-> ibdev=", text.body, re.MULTILINE)
+    )
 
 
 def read_lsmod(text: Text) -> Reading:
@@ -59,7 +85,10 @@ def read_lsmod(text: Text) -> Reading:
     seen = set(users) | {user for named in users.values() for user in named}
     modules: dict[str, bool | None] = {name: name in seen for name in MODULES}
     modules["hardware_rdma"] = any(name in seen for name in HARDWARE_DRIVERS)
-    bound = any("nvidia_peermem" in users.get(name, ()) or "nv_peer_mem" in users.get(name, ()) for name in ("ib_core", "ib_uverbs"))
+    bound = any(
+        "nvidia_peermem" in users.get(name, ()) or "nv_peer_mem" in users.get(name, ())
+        for name in ("ib_core", "ib_uverbs")
+    )
     modules["peermem_bound_to_ib_core"] = bound or (None if cut or "ib_core" not in users else False)
     if text.body.strip() == "":
         notes.quirk("nothing-found")
@@ -129,8 +158,14 @@ def read_dev(text: Text) -> Reading:
         dev = _mad_map(text, notes)
     else:
         names, modes, sysfs = _entries(text, notes)
-        dev = _nvidia(names) if any(name.startswith("nvidia") for name in names) else _rdma(text, names, modes, sysfs, notes)
-    return Reading(kind="ls-dev-infiniband", dev=dev, warnings=tuple(notes.findings), quirks=(*text.quirks, *notes.quirks))
+        dev = (
+            _nvidia(names)
+            if any(name.startswith("nvidia") for name in names)
+            else _rdma(text, names, modes, sysfs, notes)
+        )
+    return Reading(
+        kind="ls-dev-infiniband", dev=dev, warnings=tuple(notes.findings), quirks=(*text.quirks, *notes.quirks)
+    )
 
 
 def _entries(text: Text, notes: Notes) -> tuple[list[str], dict[str, str], list[str] | None]:
@@ -158,7 +193,9 @@ def _entries(text: Text, notes: Notes) -> tuple[list[str], dict[str, str], list[
         else:
             target += [_name(word) for word in line.split()]
     for name in names:
-        if not re.fullmatch(r"(?:uverbs|umad|issm|ucm|nvidia|channel)\d+|rdma_cm|by-ibdev|by-path|nvidia[-\w]*|imex", name):
+        if not re.fullmatch(
+            r"(?:uverbs|umad|issm|ucm|nvidia|channel)\d+|rdma_cm|by-ibdev|by-path|nvidia[-\w]*|imex", name
+        ):
             notes.warn("stray-entry", f"{name!r} is no known device file")
     return names, modes, sysfs
 
@@ -184,7 +221,9 @@ def _rdma(text: Text, names: list[str], modes: dict[str, str], sysfs: list[str] 
         notes.warn("cut-off", "the listing ends before the uverbs files: nothing can be said about opening devices")
     else:
         readable = [name for name in names if name.startswith("uverbs")]
-        dev["usable_char_devices"] = bool(readable) and all(modes.get(name, "rw").endswith(("rw-", "rw")) for name in readable)
+        dev["usable_char_devices"] = bool(readable) and all(
+            modes.get(name, "rw").endswith(("rw-", "rw")) for name in readable
+        )
     gaps = [uverbs, umad]
     if sysfs is None and any(numbers and numbers != list(range(len(numbers))) for numbers in gaps):
         notes.warn("numbers-with-gaps", "device files do not count up from 0: lines may be missing")
@@ -192,9 +231,7 @@ def _rdma(text: Text, names: list[str], modes: dict[str, str], sysfs: list[str] 
         usable = {name: f"uverbs{i}" in names for i, name in enumerate(sorted(sysfs, key=natural))}
         dev["sysfs"] = sysfs
         dev["usable"] = [name for name, found in usable.items() if found]
-        dev["not_usable"] = {
-            name: f"no uverbs{i}" for i, (name, found) in enumerate(usable.items()) if not found
-        }
+        dev["not_usable"] = {name: f"no uverbs{i}" for i, (name, found) in enumerate(usable.items()) if not found}
         notes.quirk("mapped-by-order")
     return dev
 
@@ -209,7 +246,7 @@ def _nvidia(names: list[str]) -> dict[str, Any]:
 
 
 def _mad_map(text: Text, notes: Notes) -> dict[str, Any]:
-    """"umad0 -> ibdev=mlx5_0 port=1" lines: several ports on one PCI function are a card's management device."""
+    """ "umad0 -> ibdev=mlx5_0 port=1" lines: several ports on one PCI function are a card's management device."""
     ports: dict[str, set[int]] = {}
     functions: dict[str, str] = {}
     for line in text.lines:

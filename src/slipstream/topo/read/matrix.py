@@ -199,7 +199,9 @@ def _choose_columns(table: Table, notes: Notes) -> None:
         table.columns = header
     duplicates = {label for label in table.columns if table.columns.count(label) > 1}
     if duplicates:
-        notes.warn("header-damaged", f"the header names {', '.join(sorted(duplicates))} twice: those cells are left out")
+        notes.warn(
+            "header-damaged", f"the header names {', '.join(sorted(duplicates))} twice: those cells are left out"
+        )
     for row in table.rows:
         row.fits = _row_fits(row, table.columns)
 
@@ -248,7 +250,9 @@ def _take_cells(table: Table, notes: Notes) -> dict[str, dict[str, str]]:
         if levels.UNKNOWN in taken.values():
             notes.warn("fused-tail", f"row {row.label}: the last cell and the CPU list cannot be told apart")
         cells[row.label] = {
-            name: cell for name, cell in taken.items() if cell not in (levels.SELF, levels.UNKNOWN) and name != row.label
+            name: cell
+            for name, cell in taken.items()
+            if cell not in (levels.SELF, levels.UNKNOWN) and name != row.label
         }
     return cells
 

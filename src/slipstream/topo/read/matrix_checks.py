@@ -39,7 +39,7 @@ def _pairs(matrix: Matrix, notes: Notes) -> None:
     if missing and len(missing) < len(matrix.nics):
         notes.warn("nic-rows-missing", f"no rows for {', '.join(missing)}")
     elif missing and matrix.nics:
-        notes.quirk("no-nic-rows")
+        notes.warn("no-nic-rows", "NIC columns without NIC rows: the table is not whole, a lost column would not show")
 
 
 def _labels(matrix: Matrix, notes: Notes) -> None:
@@ -93,6 +93,8 @@ def _affinity(matrix: Matrix, tail: tuple[str, ...], notes: Notes) -> None:
         notes.warn("header-damaged", f"affinity columns are {', '.join(tail)}: one is missing or misplaced")
     if not tail:
         notes.warn("header-damaged", "the header has no affinity columns")
+    if tail == affinity.COLUMNS[:1] and not any(not nic.startswith("NIC") for nic in matrix.nics):
+        notes.warn("header-short", "the header ends at CPU Affinity: an old driver, or lines cut at one width")
     if tail == affinity.COLUMNS[:2]:
         notes.quirk("no-gpu-numa-id-column")
     if tail == affinity.COLUMNS[:1]:

@@ -20,6 +20,8 @@ def read_peers(lines: list[str], notes: Notes) -> tuple[list[str], dict[str, dic
     rows = [i for i, line in enumerate(lines) if (match := _ROW.match(line)) and not _only_self(match.group(2))]
     commands = [match for line in lines if (match := _COMMAND.search(line))]
     if not rows:
+        if commands or any(re.match(r"\s*CNS\s*=", line) for line in lines):
+            notes.warn("p2p-damaged", "the peer table cannot be read")
         return lines, None, "r"
     notes.quirk("p2p-table")
     head = next((i for i in range(rows[0] - 1, -1, -1) if lines[i].strip()), -1)
@@ -36,6 +38,9 @@ def read_peers(lines: list[str], notes: Notes) -> tuple[list[str], dict[str, dic
             status[label] = {b: word for b, word in zip(columns, words, strict=True) if b != label}
         elif columns:
             notes.warn("p2p-damaged", f"row {label} of the peer table does not fit its header: left out")
+    rowless = [label for label in columns if label not in status]
+    if rowless:
+        notes.warn("p2p-damaged", f"the peer table has no sound row for {', '.join(rowless)}")
     gone = {*rows, head} if header else set(rows)
     rest = [line for i, line in enumerate(lines) if i not in gone]
     return rest, status, commands[0].group(1) if commands else "r"

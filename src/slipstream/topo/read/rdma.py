@@ -15,7 +15,9 @@ from slipstream.topo.read.fields import gid_value, number, phys_state, port_stat
 from slipstream.topo.read.reading import Reading
 from slipstream.topo.read.text import Notes, Text
 
-_LINK = re.compile(r"(?:link\s+(?P<name>[A-Za-z][\w.\-]*)/(?P<port>\d+)|\d+/\d+:\s+(?P<old>[A-Za-z][\w.\-]*)/(?P<oldport>\d+):)")
+_LINK = re.compile(
+    r"(?:link\s+(?P<name>[A-Za-z][\w.\-]*)/(?P<port>\d+)|\d+/\d+:\s+(?P<old>[A-Za-z][\w.\-]*)/(?P<oldport>\d+):)"
+)
 _LINK_KEYS = {"subnet_prefix", "lid", "sm_lid", "lmc", "state", "physical_state", "netdev", "netdev_index"}
 _IBDEV = re.compile(r"(?P<name>[A-Za-z]\S*)\s+port\s+(?P<port>\d+)\s+==>\s+(?P<netdev>\S+)\s+\((?P<state>Up|Down)\)")
 _GID_LINE = re.compile(
@@ -51,7 +53,9 @@ def read_link(text: Text) -> Reading:
         for i, start in enumerate(starts):
             end = starts[i + 1].start() if i + 1 < len(starts) else len(line)
             name = start["name"] or start["old"]
-            found.append((name, _link_port(name, int(start["port"] or start["oldport"]), line[start.end() : end], notes)))
+            found.append(
+                (name, _link_port(name, int(start["port"] or start["oldport"]), line[start.end() : end], notes))
+            )
         if len(starts) > 1:
             notes.warn("joined-lines", "two links stand in one line")
         elif any(blanks) and not all(blanks) and not line.endswith(" "):
@@ -131,10 +135,14 @@ def read_gids(text: Text) -> Reading:
             notes.warn("line-damaged", f"{match['name']}: GID index {gid.index} comes twice: the second is left out")
             continue
         if match["ipv4"] and match["ipv4"] != gid.address:
-            notes.warn("line-damaged", f"{match['name']} GID {gid.index}: {match['ipv4']} is not the address of the GID")
+            notes.warn(
+                "line-damaged", f"{match['name']} GID {gid.index}: {match['ipv4']} is not the address of the GID"
+            )
         table.append(gid)
     shown = sum(len(table) for table in tables.values())
-    if announced is not None and announced != shown:
+    if announced is None:
+        notes.warn("no-count", "no n_gids_found line: the list may be cut")
+    elif announced != shown:
         notes.warn("gids-missing", f"the tool found {announced} GIDs, {shown} are in the text")
     found = [(name, _gid_port(port, table)) for (name, port), table in tables.items()]
     return _reading("show_gids", _devices(found, notes), text, notes)
@@ -167,5 +175,3 @@ def _reading(kind: str, nics: list[Nic], text: Text, notes: Notes) -> Reading:
         warnings=tuple(notes.findings),
         quirks=(*text.quirks, *notes.quirks),
     )
-
-

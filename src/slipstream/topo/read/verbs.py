@@ -105,6 +105,8 @@ def read_ibstat(text: Text) -> Reading:
     for match in _GONE.finditer(text.body):
         records.append(Record(match.group(1), ports={1: {}}, openable=False))
         notes.warn("stops-early", f"the tool stopped at {match.group(1)}: devices after it are not shown")
+    if len(_GONE.findall(text.body)) < text.body.count("ibpanic"):
+        notes.warn("stops-early", "the tool stopped at a device whose name cannot be read: later ones are not shown")
     return _reading("ibstat", [_nic(record, _ibstat_port, notes) for record in records], text, notes)
 
 
