@@ -8,7 +8,9 @@ begin with a time always belongs to the one above.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
+import signal
 import sys
 import time
 from typing import Any, TextIO
@@ -62,6 +64,8 @@ def _worth_saying(record: logging.LogRecord) -> bool:
 def set_up(level: str, log_format: LogFormat, process: str, stream: TextIO | None = None) -> None:
     """Sends all log records of this process from `level` on to `stream` (standard error unless given).
 
+    SIGUSR1 prints where all threads are.
+
     Libraries speak up from warning on; only with `level` debug all is heard that they have been told to say.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
@@ -75,3 +79,5 @@ def set_up(level: str, log_format: LogFormat, process: str, stream: TextIO | Non
     root.setLevel(logging.WARNING)
     logging.getLogger("slipstream").setLevel(level.upper())
     logging.captureWarnings(True)
+    if hasattr(signal, "SIGUSR1") and stream is None:
+        faulthandler.register(signal.SIGUSR1, all_threads=True)

@@ -149,16 +149,23 @@ MEMBERS = [
 
 
 def printed(members) -> str:
-    out = io.StringIO()
-    banner.print_banner(
-        Console(file=out, width=200), members, url="http://127.0.0.1:8000", page_tokens=16, seconds=3.0, router_pid=10
-    )
-    return out.getvalue()
+    return banner.banner(members, url="http://127.0.0.1:8000", page_tokens=16, seconds=3.0, router_pid=10)
 
 
 def test_the_banner_says_who_runs_where_and_how_kv_travels():
     text = printed(MEMBERS)
-    for word in ("it's is served", "context 1024", "prefill-0", "decode-0", "11", "12", "1,600", "800", "router", "10"):
+    for word in (
+        "it's is served",
+        "context 1,024",
+        "prefill-0",
+        "decode-0",
+        "11",
+        "12",
+        "1,600",
+        "800",
+        "router",
+        "10",
+    ):
         assert word in text
     assert "3.21 GB/s" in text
     assert "41 µs" in text

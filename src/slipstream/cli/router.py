@@ -16,7 +16,8 @@ from slipstream.settings import ROUTER
 @click.command("router", cls=SettingsCommand, scope=ROUTER)
 @click.option("--parent-fd", type=int, hidden=True)
 @click.option("--listen-fd", type=int, hidden=True)
-def command(parent_fd: int | None, listen_fd: int | None, **options: Any) -> None:
+@click.option("--accept-after", type=float, default=0.0, hidden=True)
+def command(parent_fd: int | None, listen_fd: int | None, accept_after: float, **options: Any) -> None:
     """Run one router with its HTTP front, in front of workers.
 
     Workers are named here or join by themselves, now or later, in any order; the ports are the workers' HTTP ports.
@@ -38,4 +39,5 @@ def command(parent_fd: int | None, listen_fd: int | None, **options: Any) -> Non
         tokenizer=resolved.config(EngineConfig).tokenizer,
         drain_s=resolved.config(LaunchConfig).drain_s,
         listen_fd=listen_fd,
+        accept_after_s=accept_after,
     )

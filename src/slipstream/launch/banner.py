@@ -6,14 +6,11 @@ Made from the router's `/workers`, which is what it really uses, not from what w
 from __future__ import annotations
 
 import shlex
+import textwrap
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
-from slipstream.errors import SetupError
 from slipstream.types import Role
 
 
@@ -51,9 +48,6 @@ class Members(msgspec.Struct, kw_only=True):
     workers: list[Member] = []
 
 
-Severity = Literal["plain", "warning"]
-
-
 def pairs(members: Sequence[Member]) -> Iterator[tuple[Member, Member, Route | None]]:
     """Every (source, destination) between which a request may be handed over, with the route where one is known."""
     for source in members:
@@ -63,54 +57,66 @@ def pairs(members: Sequence[Member]) -> Iterator[tuple[Member, Member, Route | N
             yield source, destination, next((r for r in source.routes if r.peer == destination.name), None)
 
 
-def print_banner(
-    console: Console, members: Sequence[Member], *, url: str, page_tokens: int, seconds: float, router_pid: int
-) -> None:
-    """Tables and a curl line on `console`. Raises SetupError when there is no member."""
-    if not members:
-        raise SetupError("the router knows no worker")
+def banner(
+    members: Sequence[Member], *, url: str, page_tokens: int, seconds: float, router_pid: int, width: int = 120
+) -> str:
+    """The text for a cluster of at least one member; lines of tables may be wider than `width` where names are."""
     model = members[0].served_name
     context = min(member.max_model_len for member in members)
-    console.print(f"\n{model} is served at {url} (context {context} tokens), ready after {seconds:.1f} s\n")
-    console.print(_who(members, url, page_tokens, router_pid))
-    routes = list(pairs(members))
-    if routes:
-        console.print(_how(routes))
-    for member in members:
-        for problem in [member.problem, *member.problems]:
-            if problem:
-                console.print(f"warning: {member.name}: {problem}")
-    console.print("try it:\n")
-    console.print(curl_line(url, model), soft_wrap=True)
-    console.print("\nCtrl-C ends it.\n")
+    parts = [f"{model} is served at {url} (context {context:,} tokens), ready after {seconds:.1f} s"]
+    parts.append(_who(members, url, page_tokens, router_pid))
+    if routes := list(pairs(members)):
+        parts.append(_how(routes, width))
+    problems = [f"warning: {m.name}: {problem}" for m in members for problem in [m.problem, *m.problems] if problem]
+    if problems:
+        parts.append("\n".join(problems))
+    parts += ["try it:", curl_line(url, model), "Ctrl-C ends it."]
+    return "\n" + "\n\n".join(parts) + "\n"
 
 
-def _who(members: Sequence[Member], url: str, page_tokens: int, router_pid: int) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for title in ("name", "role", "pid", "device", "url", "KV pages", "KV tokens"):
-        table.add_column(title, justify="right" if title in ("pid", "KV pages", "KV tokens") else "left", no_wrap=True)
-    table.add_row("router", "front", str(router_pid), "", url, "", "")
+def _who(members: Sequence[Member], url: str, page_tokens: int, router_pid: int) -> str:
+    rows = [("name", "role", "pid", "device", "url", "KV pages", "KV tokens")]
+    rows.append(("router", "front", str(router_pid), "", url, "", ""))
     for m in members:
         tokens = f"{m.pages_total * page_tokens:,}"
-        table.add_row(m.name, m.role, str(m.pid), ", ".join(m.devices), m.url, f"{m.pages_total:,}", tokens)
-    return table
+        rows.append((m.name, m.role, str(m.pid), ", ".join(m.devices), m.url, f"{m.pages_total:,}", tokens))
+    return _table(rows, right=(2, 5, 6))
 
 
-def _how(routes: Sequence[tuple[Member, Member, Route | None]]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(1, 3, 0, 0), collapse_padding=True)
-    for title in ("KV route", "transport", "measured", "latency", "why nothing faster"):
-        table.add_column(title, justify="right" if title in ("measured", "latency") else "left", no_wrap=True)
+def _how(routes: Sequence[tuple[Member, Member, Route | None]], width: int) -> str:
+    rows = [("KV route", "transport", "measured", "latency")]
+    notes: list[str] = []
     for source, destination, route in routes:
         pair = f"{source.name} -> {destination.name}"
         if route is None:
-            table.add_row(pair, "not measured yet", "", "", "")
+            rows.append((pair, "not measured yet", "", ""))
         elif route.error:
-            table.add_row(pair, "none", "", "", route.error)
+            rows.append((pair, "none", "", ""))
+            notes.append(f"{pair}: {route.error}")
         else:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in route.rejected.items())
-            rate, latency = f"{route.gb_per_s:.2f} GB/s", f"{route.latency_us:.0f} µs"
-            table.add_row(pair, route.transport, rate, latency, reasons or "it is the fastest there is")
-    return table
+            rows.append((pair, route.transport, f"{route.gb_per_s:.2f} GB/s", f"{route.latency_us:.0f} µs"))
+            notes += [f"not {name}: {reason}" for name, reason in route.rejected.items() if _explains(name, reason)]
+    wrapped = [textwrap.fill(note, width, subsequent_indent="    ") for note in dict.fromkeys(notes)]
+    return "\n".join([_table(rows, right=(2, 3)), *wrapped])
+
+
+def _explains(name: str, reason: str) -> bool:
+    """Whether a reader learns something: not from `local`, which is for workers in one process, nor from what this
+    version does not have."""
+    return name != "local" and "this version" not in reason
+
+
+def _table(rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:
+    """Columns as wide as their widest cell, three spaces apart; those in `right` are aligned to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("   ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def curl_line(url: str, model: str) -> str:

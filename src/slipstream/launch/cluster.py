@@ -13,27 +13,27 @@ from __future__ import annotations
 
 import logging
 import signal
-import sys
 import time
 from types import FrameType
 from urllib.parse import urlsplit
 
-from rich.console import Console
-
 from slipstream.errors import SetupError
-from slipstream.launch import banner, ports
-from slipstream.launch.commands import ROUTER_NAME, ClusterConfig, router_spec, with_port, worker_specs
+from slipstream.launch import ports
+from slipstream.launch.banner import Member, banner, pairs
+from slipstream.launch.commands import ROUTER_NAME, ClusterConfig, router_again, router_spec, with_port, worker_specs
 from slipstream.launch.devices import Machine
 from slipstream.launch.display import Display
 from slipstream.launch.spec import Placement
-from slipstream.launch.supervise import RestartPolicy, State, Supervisor
+from slipstream.launch.supervise import Child, RestartPolicy, State, Supervisor
 from slipstream.launch.watch import Watcher
+from slipstream.types import Role
 
 logger = logging.getLogger(__name__)
 
 ROUTES_GRACE_S = 5.0  # how long the banner waits for routes that are not measured yet
 WORKER_GRACE_S = 5.0  # after the router has ended there is nothing left to drain in workers
 KEEPING_INTERVAL_S = 1.0
+ACCEPT_AFTER_S = 5.0  # how long connections wait for a router that is started again to find its workers
 
 
 class Cluster:
@@ -45,7 +45,7 @@ class Cluster:
         self._began = time.monotonic()
         self._interrupts = 0
         self._routes_awaited_since = 0.0
-        self._seen_pids: dict[str, int] = {}
+        self._live: dict[str, Member] = {}  # as they were last seen, by name
         self._socket = ports.listen(config.front.host, config.front.port)
         self.port: int = self._socket.getsockname()[1]
         self.url = ports.url_of(config.front.host, self.port)
@@ -101,7 +101,7 @@ class Cluster:
         live = {member.name for member in snapshot.members if member.state == "live"}
         if not snapshot.serving or not live.issuperset(placement.name for placement in self._placements):
             return False
-        if all(route is not None for _, _, route in banner.pairs(snapshot.members)):
+        if all(route is not None for _, _, route in pairs(snapshot.members)):
             return True
         self._routes_awaited_since = self._routes_awaited_since or time.monotonic()
         return time.monotonic() - self._routes_awaited_since > ROUTES_GRACE_S
@@ -115,20 +115,19 @@ class Cluster:
         return "; ".join(problems) or f"still waiting for {', '.join(absent) or 'a pair that can serve'}"
 
     def _announce(self, watcher: Watcher) -> None:
-        members = sorted(watcher.latest.members, key=lambda member: list(self._worker_specs).index(member.name))
+        members = [m for name in self._worker_specs for m in watcher.latest.members if m.name == name]
         seconds = time.monotonic() - self._began
         if self._config.front.log_format == "json":
             logger.info("ready", extra={"url": self.url, "seconds": round(seconds, 1), "workers": len(members)})
             return
-        banner.print_banner(
-            Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 160),
+        text = banner(
             members,
             url=self.url,
             page_tokens=self._config.engine.page_tokens,
             seconds=seconds,
             router_pid=self._supervisor.children[ROUTER_NAME].pid,
         )
-        sys.stdout.flush()
+        print(text, flush=True)
 
     # ---------------------------------------------------------------------------------------------- keeping
 
@@ -139,23 +138,31 @@ class Cluster:
             self._note_members(watcher)
 
     def _note_members(self, watcher: Watcher) -> None:
-        """Who is live is up, and keeps its port for its next life; a port that fails to be had again is given up."""
-        snapshot = watcher.latest
-        self._supervisor.children[ROUTER_NAME].up |= snapshot.reached
+        """Who is live is up, and is found at the same port in its next life, as long as that port can be had."""
+        snapshot, children = watcher.latest, self._supervisor.children
+        children[ROUTER_NAME].up |= snapshot.reached
+        news = False
         for member in snapshot.members:
-            child = self._supervisor.children.get(member.name)
+            child = children.get(member.name)
             if child is None or child.pid != member.pid or member.state != "live" or not child.running:
                 continue
-            if self._seen_pids.get(member.name) not in (None, member.pid):
-                logger.info("%s is back: pid %d at %s", member.name, member.pid, member.url)
-            if self._seen_pids.get(member.name) != member.pid:
-                self._seen_pids[member.name] = member.pid
-                port = urlsplit(member.url).port
-                child.spec = with_port(self._worker_specs[member.name], port or 0)
             child.up = True
-        for child in self._supervisor.children.values():
+            if self._live.get(member.name) != member:
+                news = True
+                self._note_live(child, member)
+        if news:
+            known: list[tuple[Role, str]] = [(member.role, member.url) for member in self._live.values()]
+            children[ROUTER_NAME].spec = router_again(self._router_spec, known, ACCEPT_AFTER_S)
+        for child in children.values():
             if child.state is State.WAITING and child.failures > 1 and child.name in self._worker_specs:
                 child.spec = self._worker_specs[child.name]
+
+    def _note_live(self, child: Child, member: Member) -> None:
+        before = self._live.get(member.name)
+        if before is not None and before.pid != member.pid:
+            logger.info("%s is back: pid %d at %s", member.name, member.pid, member.url)
+        self._live[member.name] = member
+        child.spec = with_port(self._worker_specs[member.name], urlsplit(member.url).port or 0)
 
     # ---------------------------------------------------------------------------------------------- ending
 

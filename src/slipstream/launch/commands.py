@@ -22,6 +22,7 @@ from slipstream.launch.devices import Machine
 from slipstream.launch.spec import Placement
 from slipstream.launch.supervise import ChildSpec
 from slipstream.settings import PREFIX, ROUTER, WORKER, to_flags
+from slipstream.types import Role
 
 ROUTER_NAME = "router"
 # -P: a folder that happens to be the working directory must not stand in for a package
@@ -53,6 +54,13 @@ def router_spec(config: ClusterConfig, *, port: int, listen_fd: int, parent_fd: 
     argv = [*INTERPRETER, "router", *flags, "--listen-fd", str(listen_fd), "--parent-fd", str(parent_fd)]
     secret = {PREFIX + "API_KEY": config.front.api_key} if config.front.api_key else {}
     return ChildSpec(ROUTER_NAME, argv, child_environment(os.environ, **secret), (listen_fd,))
+
+
+def router_again(spec: ChildSpec, workers: Sequence[tuple[Role, str]], wait_s: float) -> ChildSpec:
+    """The router for its next life: it knows the workers, and lets connections wait until it can serve them."""
+    known = [word for role, url in sorted(workers) for word in (f"--{role}", url)]
+    argv = [*spec.argv, *known, "--accept-after", f"{wait_s:g}"]
+    return ChildSpec(spec.name, argv, spec.environment, spec.fds)
 
 
 def worker_specs(

@@ -6,10 +6,12 @@ It listens at once, also before any worker is there: `/health` then says 503 and
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 
 from slipstream.config import FrontConfig, RouterConfig
+from slipstream.errors import SetupError
 from slipstream.front.app import create_app
 from slipstream.front.server import serve
 from slipstream.front.service import TokenizerService
@@ -26,16 +28,19 @@ def run_router(
     tokenizer: str = "",
     drain_s: float = 30.0,
     listen_fd: int | None = None,
+    accept_after_s: float = 0.0,
 ) -> None:
     """Runs a router until it is told to end. Raises SetupError when it cannot start.
 
-    `listen_fd` is a listening socket inherited from the parent; without it the front's host and port are bound.
+    `listen_fd` is a listening socket inherited from the parent; without it the front's host and port are bound. With
+    `accept_after_s` connections are left waiting in the socket until a request can be served, for that long at most.
     """
     sock = ports.listen(front.host, front.port) if listen_fd is None else socket.socket(fileno=listen_fd)
     sock.setblocking(False)
     logger.info("router listens at %s", ports.url_of(front.host, sock.getsockname()[1]))
+    service = TokenizerService(tokenizer=tokenizer)
     with asyncio.Runner(loop_factory=_new_loop) as runner:
-        runner.run(_run(router, front, sock, tokenizer, drain_s))
+        runner.run(_run(router, front, sock, service, drain_s, accept_after_s))
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
@@ -46,11 +51,30 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-async def _run(config: RouterConfig, front: FrontConfig, sock: socket.socket, tokenizer: str, drain_s: float) -> None:
+async def _run(
+    config: RouterConfig,
+    front: FrontConfig,
+    sock: socket.socket,
+    service: TokenizerService,
+    drain_s: float,
+    accept_after_s: float,
+) -> None:
     router = Router(config)
     await router.start()
     try:
-        app = create_app(router, TokenizerService(tokenizer=tokenizer), front)
+        app = create_app(router, service, front)
+        if accept_after_s > 0:
+            await _warm_up(router, service, accept_after_s)
         await serve(app, front, sock, drain_s=drain_s)
     finally:
         await router.stop()
+
+
+async def _warm_up(router: Router, service: TokenizerService, limit_s: float) -> None:
+    """Workers linked and tokenizer loaded, as far as that goes in time; the front goes on with what is missing."""
+    with contextlib.suppress(TimeoutError, SetupError):
+        async with asyncio.timeout(limit_s):
+            await router.wait_ready(limit_s)
+            card = router.model_card()
+            if card is not None:
+                await service.load(card.model)

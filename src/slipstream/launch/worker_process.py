@@ -52,7 +52,7 @@ def run_worker(engine: EngineConfig, config: WorkerConfig, transfer: TransferCon
         info.http,
         info.served_name,
         ", ".join(info.devices),
-        info.pages * info.page_tokens,
+        (info.pages - 1) * info.page_tokens,  # one page is scratch
         info.page_tokens,
     )
     return 0 if worker.wait() else ENGINE_FAILED
