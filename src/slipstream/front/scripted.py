@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Encoder
 
 from slipstream.errors import ConfigError, RequestError
 from slipstream.front.backend import Sink
+from slipstream.front.tokenizer import Tokenizer, byte_of_symbol
 from slipstream.types import FinishReason, Logprob, Request, Role, Tokens
 
 
@@ -131,3 +134,19 @@ class ScriptedRouter:
 
     def audit(self) -> dict[str, Any]:
         return {"problems": [], "stages": {"decode": len(self._running)}}
+
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL_TOKENS = ("<|end|>", "<|im_start|>", "<|im_end|>")
+
+
+def byte_tokenizer(chat_template: str | None = CHATML) -> Tokenizer:
+    """A vocabulary of the 256 bytes (id = byte), the special tokens `SPECIAL_TOKENS` from 256 on, and no merges."""
+    encoder = Encoder(models.BPE(vocab=byte_of_symbol(), merges=[]))
+    encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    encoder.decoder = decoders.ByteLevel()
+    encoder.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    return Tokenizer(encoder, chat_template=chat_template, special={"eos_token": "<|end|>"})

@@ -13,7 +13,7 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import uvicorn
 
@@ -96,6 +96,21 @@ def bind(host: str, port: int) -> socket.socket:
             f"cannot listen on {host}:{port}: {error.strerror}. Choose another --port (0 takes a free one) or --host"
         ) from error
     return sock
+
+
+@contextlib.asynccontextmanager
+async def running(app: FrontApp, config: FrontConfig, *, drain_s: float = 0.0) -> AsyncIterator[str]:
+    """The front on this event loop for the length of a block; gives its URL."""
+    sock = bind(config.host, config.port)
+    sock.listen(2048)
+    stop = asyncio.Event()
+    task = asyncio.create_task(serve(app, config, sock, drain_s=drain_s, stop=stop))
+    host, port = sock.getsockname()[:2]
+    try:
+        yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    finally:
+        stop.set()
+        await task
 
 
 async def _finish(app: FrontApp, server: uvicorn.Server, hurry: asyncio.Event, drain_s: float) -> None:

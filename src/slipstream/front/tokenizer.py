@@ -21,9 +21,11 @@ from tokenizers import Tokenizer as Encoder
 
 from slipstream.errors import InvalidRequest, ModelError
 from slipstream.front import tokenizer_gguf
-from slipstream.front.gguf_metadata import read_metadata
 from slipstream.front.template import ChatTemplate, Message
+from slipstream.model.files import HUB_ID, locate
+from slipstream.model.gguf import GGUFFile
 
+_HUB_FILES = ("*.json", "*.jinja")
 _SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -136,7 +138,7 @@ class Tokenizer:
 # ------------------------------------------------------------------------------------------------------ bytes of tokens
 
 
-def _byte_of_symbol() -> dict[str, int]:
+def byte_of_symbol() -> dict[str, int]:
     """Byte-level BPE writes each byte as a printable character: printable Latin-1 as itself, the rest from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
@@ -168,7 +170,7 @@ def _pieces(encoder: Encoder) -> tuple[list[bytes], bool]:
     size = max(vocabulary.values(), default=-1) + 1
     pieces = [b""] * size
     if "ByteLevel" in kinds:
-        symbols = _byte_of_symbol()
+        symbols = byte_of_symbol()
         for text, token in vocabulary.items():
             pieces[token] = _symbols_to_bytes(text, symbols)
         strip = False
@@ -206,7 +208,7 @@ def _sentence_piece_to_bytes(text: str) -> bytes:
 
 def tokenizer_from_gguf(path: str | Path) -> Tokenizer:
     """The tokenizer that a GGUF file carries. Raises ModelError."""
-    found = tokenizer_gguf.build(read_metadata(path), str(path))
+    found = tokenizer_gguf.build(_gguf_metadata(path), str(path))
     return Tokenizer(
         found.tokenizer,
         chat_template=found.chat_template,
@@ -301,13 +303,60 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 def load_tokenizer(model: str, tokenizer: str = "") -> Tokenizer:
     """The tokenizer of a model by its name (`smollm2`, a folder, a .gguf file, a hub id), or another one for it.
 
-    Raises ModelError.
+    Of a hub id only the small text files are fetched, not the weights. Raises ModelError.
     """
-    from slipstream.model.files import locate
+    if not tokenizer:
+        return _load(model)
+    other = _load(tokenizer)
+    if model:
+        other.sampling_defaults = _sampling_defaults_of(model)
+    return other
 
-    if tokenizer and (Path(tokenizer) / "tokenizer.json").is_file():
-        return tokenizer_from_folder(Path(tokenizer))  # a folder of its own needs no config.json
-    files = locate(tokenizer or model, need_weights=False)
-    if files.kind == "gguf":
-        return tokenizer_from_gguf(Path(files.weights[0]))
-    return tokenizer_from_folder(Path(files.folder))
+
+def _load(name: str) -> Tokenizer:
+    path = _find(name)
+    return tokenizer_from_gguf(path) if path.is_file() else tokenizer_from_folder(path)
+
+
+def _sampling_defaults_of(model: str) -> dict[str, float]:
+    path = _find(model)
+    if path.is_file():
+        return tokenizer_gguf.sampling_defaults(_gguf_metadata(path))
+    return read_sampling_defaults(path)
+
+
+def _find(name: str) -> Path:
+    """The folder or GGUF file that holds the words of a model."""
+    path = Path(name).expanduser()
+    if (path / "tokenizer.json").is_file():
+        return path
+    if HUB_ID.fullmatch(name) and not name.endswith(".gguf") and not path.exists():
+        return _hub_folder(name)
+    files = locate(name, need_weights=False)
+    return Path(files.weights[0]) if files.kind == "gguf" else Path(files.folder)
+
+
+def _hub_folder(name: str) -> Path:
+    """The snapshot of a hub model with its tokenizer files, from the cache if they are there."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=list(_HUB_FILES), local_files_only=True))
+        if (folder / "tokenizer.json").is_file():
+            return folder
+    except (OSError, ValueError):
+        pass  # not in the cache
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
+    except (OSError, ValueError) as error:  # the hub's own errors are OSErrors
+        raise ModelError(
+            f"the tokenizer of {name} is not in the hub's cache and cannot be fetched "
+            f"({type(error).__name__}: {error}). Download it where there is a network, or give a folder with --tokenizer"
+        ) from error
+
+
+def _gguf_metadata(path: str | Path) -> Mapping[str, Any]:
+    try:
+        return GGUFFile(str(path)).metadata
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error

@@ -16,7 +16,6 @@ from typing import Any, cast
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from slipstream.errors import ModelError
-from slipstream.front.gguf_metadata import Value
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
@@ -92,7 +91,7 @@ class GgufTokenizer:
     sampling: dict[str, float]
 
 
-def build(metadata: Mapping[str, Value], where: str) -> GgufTokenizer:
+def build(metadata: Mapping[str, Any], where: str) -> GgufTokenizer:
     """The tokenizer in this metadata; `where` names the file in errors. Raises ModelError."""
     family = metadata.get("tokenizer.ggml.model")
     pieces = cast("list[str] | None", metadata.get("tokenizer.ggml.tokens"))
@@ -115,11 +114,11 @@ def build(metadata: Mapping[str, Value], where: str) -> GgufTokenizer:
         special=_special(metadata, pieces),
         add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", bos)),
         add_eos=bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
-        sampling=_sampling(metadata),
+        sampling=sampling_defaults(metadata),
     )
 
 
-def _byte_level(metadata: Mapping[str, Value], pieces: list[str], where: str) -> tuple[Tokenizer, bool]:
+def _byte_level(metadata: Mapping[str, Any], pieces: list[str], where: str) -> tuple[Tokenizer, bool]:
     merges = cast("list[str] | None", metadata.get("tokenizer.ggml.merges"))
     if merges is None:
         raise ModelError(f"{where} has no tokenizer.ggml.merges, which a gpt2 tokenizer needs")
@@ -145,7 +144,7 @@ def _byte_level(metadata: Mapping[str, Value], pieces: list[str], where: str) ->
     return tokenizer, cut.bos
 
 
-def _sentence_piece(metadata: Mapping[str, Value], pieces: list[str], kinds: list[int], where: str) -> Tokenizer:
+def _sentence_piece(metadata: Mapping[str, Any], pieces: list[str], kinds: list[int], where: str) -> Tokenizer:
     scores = cast("list[float] | None", metadata.get("tokenizer.ggml.scores"))
     if scores is None or len(scores) != len(pieces):
         raise ModelError(f"{where} has no score for each of its {len(pieces)} pieces, which a llama tokenizer needs")
@@ -208,7 +207,7 @@ def _add_tokens(tokenizer: Tokenizer, pieces: list[str], kinds: list[int]) -> No
     tokenizer.add_tokens(user)
 
 
-def _special(metadata: Mapping[str, Value], pieces: list[str]) -> dict[str, str]:
+def _special(metadata: Mapping[str, Any], pieces: list[str]) -> dict[str, str]:
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     found: dict[str, str] = {}
     for key, name in names.items():
@@ -218,7 +217,8 @@ def _special(metadata: Mapping[str, Value], pieces: list[str]) -> dict[str, str]
     return found
 
 
-def _sampling(metadata: Mapping[str, Value]) -> dict[str, float]:
+def sampling_defaults(metadata: Mapping[str, Any]) -> dict[str, float]:
+    """What the file recommends (general.sampling.*), under our names."""
     keys = {
         "temp": "temperature",
         "top_k": "top_k",
