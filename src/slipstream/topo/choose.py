@@ -358,6 +358,6 @@ def _advice(machine: Machine, networks: tuple[Network, ...]) -> tuple[Finding, .
             text = f"give {nic.name} a network device and an address: {network.gpu} gets a {level} rail"
             advice.append(Finding("address-missing", text))
     if machine.nics_hidden:
-        text = f"{machine.nics_hidden} NICs are not in the table: read sysfs (slipstream topo on the machine) to choose one"
+        text = f"{machine.nics_hidden} NICs are not in the table: run slipstream topo on the machine to choose one"
         advice.append(Finding("nics-hidden", text))
     return tuple(advice)

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+from rich.console import Console
 
 from slipstream.errors import ConfigError
-from slipstream.topo import choose, levels, probe, usable
+from slipstream.topo import choose, draw, levels, probe, usable
 from slipstream.topo.graph import Machine, Nic, Port
 from slipstream.topo.merge import merge
 from slipstream.topo.read import Reading, read_all
@@ -35,13 +36,13 @@ def main(argv: Sequence[str]) -> int:
     if options.save:
         Path(options.save).write_bytes(machine.to_json())
     if options.svg:
-        from slipstream.topo import draw
-
         Path(options.svg).write_text(draw.svg(machine, plan))
     if options.json:
         print(json_report(machine, plan, readings).decode())
-    else:
-        print(text(machine, plan))
+        return 0
+    if sys.stdout.isatty() and (machine.gpus or machine.nics):
+        Console().print(draw.terminal(machine, plan))
+    print(text(machine, plan))
     return 0
 
 
