@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Protocol
 
 from slipstream import wire
 from slipstream.engine.effects import Effect, Outbox
@@ -31,30 +30,14 @@ from slipstream.engine.plan import StepOutcome, StepPlan
 from slipstream.engine.rows import RowTable
 from slipstream.engine.scheduler import Claim, Scheduler, Verdict
 from slipstream.engine.sequence import Phase, Sequence
+from slipstream.engine.terms import EngineNumbers, Terms
 from slipstream.errors import REQUEST_ERRORS
 from slipstream.kv.layout import KVLayout
-from slipstream.kv.pages import PageAccount, PageAudit
+from slipstream.kv.pages import PageAccount, PageAudit, PageState
 from slipstream.kv.prefix import Changes, PrefixIndex, root_key
-from slipstream.types import FinishReason, Logprob, Request, Tokens
+from slipstream.types import FinishReason, Logprob, Request
 
 logger = logging.getLogger(__name__)
-
-
-class EngineNumbers(Protocol):
-    """What the core reads of `config.EngineConfig`; `max_model_len` 0 means what the pool holds."""
-
-    @property
-    def page_tokens(self) -> int: ...
-    @property
-    def chunk_tokens(self) -> int: ...
-    @property
-    def max_sequences(self) -> int: ...
-    @property
-    def max_waiting(self) -> int: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def prefix_cache(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +74,9 @@ class EngineCore:
         self.draining = False
         self._fingerprint = layout.fingerprint
         self._eos_ids = eos_ids
-        self._max_waiting = settings.max_waiting
         self._index = PrefixIndex()
         self._account = PageAccount(pages, self._index)
+        self._terms = Terms(self.page_tokens, self._account.total, self.max_model_len, settings.max_waiting)
         table_width = -(-self.max_model_len // self.page_tokens)
         self._rows = RowTable(settings.max_sequences, table_width, self.page_tokens, eos_ids)
         self._outbox = Outbox()
@@ -138,38 +121,14 @@ class EngineCore:
         arrival = self._scheduler.next_arrival()
         root = root_key(self._fingerprint, request.cache_salt)
         sequence = Sequence(request, router, decode_at, arrival, root, self._eos_ids, self.max_model_len)
-        refusal = self._why_not(sequence)
+        refusal = self._terms.refusal(sequence, len(self._scheduler.waiting), self.draining)
         if refusal is not None:
             self._answer_failed(sequence, *refusal)
         elif len(sequence.tokens) >= sequence.limit:
-            self._outbox.tokens(router, _tokens(sequence, len(sequence.tokens), finish="length"))
+            self._outbox.tokens(router, sequence.message(len(sequence.tokens), finish="length"))
         else:
             self._live[request.id] = sequence
             self._scheduler.enter(sequence, Phase.WAITING)
-
-    def _why_not(self, sequence: Sequence) -> tuple[str, str] | None:
-        tokens = len(sequence.tokens)
-        if self.draining:
-            return "no_workers", "this worker is draining and takes no more requests"
-        if not sequence.request.prompt_ids:
-            return "invalid_value", "the prompt has no tokens; give at least one"
-        if tokens >= self.max_model_len:
-            return (
-                "context_length_exceeded",
-                f"the prompt has {tokens} tokens; with one to generate that is more than the {self.max_model_len} "
-                "that this worker takes (--max-model-len)",
-            )
-        last = tokens if sequence.destination is not None else max(tokens, sequence.limit - 1)
-        needed = -(-last // self.page_tokens)
-        if needed > self._account.total:
-            return (
-                "context_length_exceeded",
-                f"{needed} KV pages of {self.page_tokens} tokens are needed for prompt and answer, this worker has "
-                f"{self._account.total}; lower max_tokens or start it with a larger --kv-tokens",
-            )
-        if len(self._scheduler.waiting) >= self._max_waiting:
-            return "queue_full", f"{len(self._scheduler.waiting)} requests are waiting at this worker; retry later"
-        return None
 
     def abort(self, request_id: str, attempt: int) -> None:
         """Ends a request without an answer, wherever it is; an unknown one, or a newer attempt, is left alone."""
@@ -241,8 +200,6 @@ class EngineCore:
             sequence.in_flight = True
         for sequence, _ in chunks:
             sequence.in_flight = True
-            if sequence.handoff is not None:
-                self._outgoing.progress(sequence)
         self._flight = _Flight(self._step, decodes, chunks)
         return plan
 
@@ -267,6 +224,7 @@ class EngineCore:
         verdict = self._scheduler.admit_waiting(claim)
         if verdict is Verdict.TAKEN and claim.destination is not None and not claim.ends_with_next_token:
             self._outgoing.offer(claim)
+            self._outgoing.progress(claim)  # a prefix that is here already can be copied at once
         return verdict
 
     def _fits(self, cost: int, growth: int) -> bool:
@@ -308,11 +266,16 @@ class EngineCore:
                     self._prompt_done(sequence, tokens[i], logprobs[i])
 
     def step_failed(self, plan: StepPlan, reason: str) -> None:
-        """The plan could not be executed: its sequences fail, and may be tried elsewhere."""
+        """The plan could not be executed: its sequences fail, and may be tried elsewhere.
+
+        The next plan repeats what this one said of rows that are still in use, so a runner takes a new row for one it
+        may know already, and a freed one that it does not know.
+        """
         flight = self._land(plan)
         for sequence in flight.decodes + [s for s, _ in flight.chunks]:
             if self._back(sequence):
                 self._fail(sequence, "engine_failure", reason)
+        self._rows.retell(plan)
 
     def _land(self, plan: StepPlan) -> _Flight:
         flight = self._flight
@@ -357,7 +320,7 @@ class EngineCore:
             finish = "stop"
         elif index + 1 >= sequence.limit:
             finish = "length"
-        self._outbox.tokens(sequence.router, _tokens(sequence, index, finish, logprob))
+        self._outbox.tokens(sequence.router, sequence.message(index, finish, logprob))
         if finish is not None:
             self._end(sequence, "finished")
         elif sequence.row >= 0:
@@ -430,6 +393,17 @@ class EngineCore:
         """Whether no request and no transfer is here."""
         return not (self._live or self._ending or len(self._incoming) or len(self._outgoing))
 
+    @property
+    def preemptions(self) -> int:
+        return self._scheduler.preemptions
+
+    def page_state(self, page: int) -> PageState:
+        return self._account.state(page)
+
+    def granted_pages(self, peer_id: str, xfer: int) -> list[int]:
+        """The pages that this source may write under this transfer now; empty without a live grant."""
+        return self._incoming.granted_pages(peer_id, xfer)
+
     def status(self) -> wire.Status:
         """Load, and the block keys that entered or left the prefix cache since the last call."""
         return self._status(self._index.take_changes())
@@ -463,24 +437,3 @@ class EngineCore:
                 f"idle, but {audit.total - audit.free - audit.cached} pages are neither free nor cached"
             )
         return audit
-
-
-def _tokens(
-    sequence: Sequence, index: int, finish: FinishReason | None = None, logprob: Logprob | None = None
-) -> Tokens:
-    """The message about the tokens from `index` on, with what belongs to the first message of an attempt."""
-    new = sequence.tokens[index:]
-    message = Tokens(
-        request=sequence.request.id,
-        attempt=sequence.request.attempt,
-        index=index - sequence.prompt_tokens,
-        token_ids=new,
-        finish=finish,
-        logprobs=None if logprob is None else [logprob],
-        stop_token=new[-1] if finish == "stop" else None,
-    )
-    if not sequence.spoke:
-        sequence.spoke = True
-        message.cached_tokens = max(0, sequence.cached_tokens)
-        message.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
-    return message

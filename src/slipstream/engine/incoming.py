@@ -75,6 +75,13 @@ class Incoming:
     def holders(self) -> list[tuple[str, list[int]]]:
         return [(f"grant {xfer} to {peer}", a.pages) for (peer, xfer), a in self._arrivals.items() if a.pages]
 
+    def granted_pages(self, peer: str, xfer: int) -> list[int]:
+        """Pages that the source may write; empty without a live grant."""
+        arrival = self._arrivals.get((peer, xfer))
+        if arrival is None:
+            return []
+        return [page for page in arrival.pages if self._account.state(page) is PageState.RESERVED]
+
     def headroom(self) -> int:
         """Pages that the granted sequences will need soon after they are adopted."""
         return sum(self._growth(a) for a in self._arrivals.values() if a.pages)

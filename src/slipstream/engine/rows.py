@@ -24,7 +24,8 @@ class RowTable:
         self._page_tokens = page_tokens
         self._eos_ids = eos_ids
         self._free = list(range(rows - 1, -1, -1))
-        self._new: dict[int, Sequence] = {}
+        self._holders: dict[int, Sequence] = {}
+        self._new: dict[int, Sequence] = {}  # the runner has not heard of them
         self._freed: list[int] = []
 
     @property
@@ -41,7 +42,7 @@ class RowTable:
         self.page_count[row] = len(pages)
         self.length[row] = len(sequence.tokens)
         self.last_token[row] = sequence.tokens[-1]
-        self._new[row] = sequence
+        self._new[row] = self._holders[row] = sequence
 
     def release(self, sequence: Sequence) -> None:
         """Takes the row back; the runner hears of it with the next plan, if it has heard of the row at all."""
@@ -49,8 +50,14 @@ class RowTable:
         if row < 0:
             return
         self._free.append(row)
+        del self._holders[row]
         if self._new.pop(row, None) is None:
             self._freed.append(row)
+
+    def retell(self, plan: StepPlan) -> None:
+        """The runner may not have heard what this plan said of rows: the next one says it again."""
+        self._new |= {new.row: self._holders[new.row] for new in plan.new_rows if new.row in self._holders}
+        self._freed = sorted({*self._freed, *plan.freed_rows})
 
     def add_page(self, sequence: Sequence, page: int) -> None:
         row = sequence.row
@@ -71,23 +78,20 @@ class RowTable:
         new_rows = [self._new_row(sequence) for sequence in self._new.values()]
         freed, self._freed = self._freed, []
         self._new.clear()
-        lengths = self.length[decode_rows]
-        tokens, positions = self.last_token[decode_rows], lengths - 1
-        rows, contexts, counts = decode_rows, lengths, np.ones(len(decode_rows), dtype=np.int64)
-        sample: BoolArray = np.ones(len(decode_rows), dtype=np.bool_)
+        contexts = self.length[decode_rows]
+        tokens, positions, rows = self.last_token[decode_rows], contexts - 1, decode_rows
+        counts = np.ones(len(rows), dtype=np.int64)
+        sample: BoolArray = np.ones(len(rows), dtype=np.bool_)
         if chunks:
             ends = [s.computed + n for s, n in chunks]
-            pieces = [
-                np.asarray(s.tokens[s.computed : e], dtype=np.int64) for (s, _), e in zip(chunks, ends, strict=True)
-            ]
-            places = [np.arange(s.computed, e, dtype=np.int64) for (s, _), e in zip(chunks, ends, strict=True)]
-            tokens = np.concatenate([tokens, *pieces])
-            positions = np.concatenate([positions, *places])
-            rows = np.concatenate([rows, np.asarray([s.row for s, _ in chunks], dtype=np.int64)])
-            contexts = np.concatenate([contexts, np.asarray(ends, dtype=np.int64)])
-            counts = np.concatenate([counts, np.asarray([n for _, n in chunks], dtype=np.int64)])
-            done = [e == len(s.tokens) for (s, _), e in zip(chunks, ends, strict=True)]
-            sample = np.concatenate([sample, np.asarray(done, dtype=np.bool_)])
+            spans = [(s, s.computed, end) for (s, _), end in zip(chunks, ends, strict=True)]
+            tokens = _append(tokens, [token for s, begin, end in spans for token in s.tokens[begin:end]])
+            positions = _append(positions, [p for _, begin, end in spans for p in range(begin, end)])
+            rows = _append(rows, [s.row for s, _ in chunks])
+            contexts = _append(contexts, ends)
+            counts = _append(counts, [n for _, n in chunks])
+            done = np.asarray([end == len(s.tokens) for s, _, end in spans], dtype=np.bool_)
+            sample = np.concatenate((sample, done))
         query_start = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum(counts, out=query_start[1:])
         return StepPlan(
@@ -122,6 +126,10 @@ class RowTable:
             eos_ids=() if sampling.ignore_eos else self._eos_ids,
             outputs=sequence.outputs,
         )
+
+
+def _append(column: IntArray, values: list[int]) -> IntArray:
+    return np.concatenate((column, np.asarray(values, dtype=np.int64)))
 
 
 def _targets(chunks: list[tuple[Sequence, int]], first: int) -> dict[int, IntArray]:

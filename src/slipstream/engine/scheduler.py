@@ -165,6 +165,8 @@ class Scheduler:
 
     def _grow(self) -> set[int]:
         """Gives every decoding sequence the page of its next token; returns the rows of those that got none."""
+        if not self.decoding:
+            return set()
         lacking = self.rows.lacking_page(self._rows_of_decoding())
         paused: set[int] = set()
         for sequence in [self.decoding[i] for i in lacking]:

@@ -13,7 +13,7 @@ import enum
 
 from slipstream.kv.prefix import extend_keys
 from slipstream.transfer.protocol import SourceHandoff
-from slipstream.types import Logprob, Request
+from slipstream.types import FinishReason, Logprob, Request, Tokens
 
 
 class Phase(enum.Enum):
@@ -121,6 +121,24 @@ class Sequence:
         """Block keys of all full pages of the tokens so far; only new ones are computed."""
         extend_keys(self.keys, self.tokens, page_tokens, self.root)
         return self.keys
+
+    def message(self, index: int, finish: FinishReason | None = None, logprob: Logprob | None = None) -> Tokens:
+        """The news of `tokens[index:]`; the first of an attempt brings prefix hit and prompt logprobs."""
+        new = self.tokens[index:]
+        message = Tokens(
+            request=self.request.id,
+            attempt=self.request.attempt,
+            index=index - self.prompt_tokens,
+            token_ids=new,
+            finish=finish,
+            logprobs=None if logprob is None else [logprob],
+            stop_token=new[-1] if finish == "stop" else None,
+        )
+        if not self.spoke:
+            self.spoke = True
+            message.cached_tokens = max(0, self.cached_tokens)
+            message.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
+        return message
 
     def reset(self) -> None:
         """Back to nothing computed; the caller has dropped the pages."""

@@ -120,7 +120,6 @@ class SourceHandoff:
         self._grant: wire.Grant | None = None
         self._skip = 0
         self._commit: wire.Commit | None = None
-        self._peer_gone = False
 
     @property
     def pins_source(self) -> bool:
@@ -135,17 +134,16 @@ class SourceHandoff:
 
     def on_grant(self, grant: wire.Grant) -> list[SourceAction]:
         if self.state is not SourceState.OFFERED:
-            return [] if self._peer_gone else list(release_of(grant))
+            return list(release_of(grant))
+        self._grant = grant
         skip, rest = divmod(grant.skip_tokens, self._page_tokens)
         if rest or skip + len(grant.pages) != self._pages:
-            actions = self._fail(
+            return self._fail(
                 "engine_failure",
-                f"{self.peer} granted {len(grant.pages)} pages behind "
-                f"{grant.skip_tokens} tokens where {self._pages} pages were asked for",
+                f"the decode worker {self.peer} granted {len(grant.pages)} pages behind {grant.skip_tokens} tokens; "
+                f"{self._pages} pages of {self._page_tokens} tokens were asked for",
             )
-            return [*actions[:-1], *release_of(grant), actions[-1]]
         self.state = SourceState.COPYING
-        self._grant = grant
         self._skip = skip
         self._issued = skip
         return self._proceed()
@@ -172,11 +170,14 @@ class SourceHandoff:
         return [Fail(revoke.code, f"the decode worker {self.peer} revoked its grant"), *self._close()]
 
     def on_lost(self) -> list[SourceAction]:
-        """The destination or the link to it is gone. Its memory may be; running copies are still answered."""
-        self._peer_gone = True
+        """The link to the destination is gone. Running copies are still answered.
+
+        Cancel and Released are said all the same: they are true, and should the peer have been linked again meanwhile
+        it must not wait for them.
+        """
         if self.state in (SourceState.CLOSING, SourceState.CLOSED):
             return []
-        return [Fail("worker_lost", f"the decode worker {self.peer} was lost during the handoff"), *self._close()]
+        return self._fail("worker_lost", f"the decode worker {self.peer} was lost during the handoff")
 
     # --------------------------------------------------------------------------------------- from the engine and mover
 
@@ -226,15 +227,14 @@ class SourceHandoff:
         return actions
 
     def _fail(self, code: str, message: str) -> list[SourceAction]:
-        cancel: list[SourceAction] = [] if self._peer_gone else [Send(wire.Cancel(xfer=self.xfer, code=code))]
-        return [Fail(code, message), *cancel, *self._close()]
+        return [Fail(code, message), Send(wire.Cancel(xfer=self.xfer, code=code)), *self._close()]
 
     def _close(self) -> list[SourceAction]:
         if self.jobs:
             self.state = SourceState.CLOSING
             return []
         self.state = SourceState.CLOSED
-        if self._grant is None or self._peer_gone:
+        if self._grant is None:
             return [Unpin()]
         return [Send(wire.Released(xfer=self.xfer, generation=self._grant.generation)), Unpin()]
 

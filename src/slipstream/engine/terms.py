@@ -1,0 +1,60 @@
+"""On what terms a worker takes a request, and the words in which it refuses one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from slipstream.engine.sequence import Sequence
+
+
+class EngineNumbers(Protocol):
+    """What the core reads of `config.EngineConfig`; `max_model_len` 0 means what the pool holds."""
+
+    @property
+    def page_tokens(self) -> int: ...
+    @property
+    def chunk_tokens(self) -> int: ...
+    @property
+    def max_sequences(self) -> int: ...
+    @property
+    def max_waiting(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def prefix_cache(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a worker has: `pages` that can be held, `max_model_len` tokens a request, `max_waiting` requests queued."""
+
+    page_tokens: int
+    pages: int
+    max_model_len: int
+    max_waiting: int
+
+    def refusal(self, sequence: Sequence, waiting: int, draining: bool) -> tuple[str, str] | None:
+        """(error code, message) where the request cannot be taken, now or ever; None where it can."""
+        tokens = len(sequence.tokens)
+        if draining:
+            return "no_workers", "this worker is draining and takes no more requests"
+        if not sequence.request.prompt_ids:
+            return "invalid_value", "the prompt has no tokens; give at least one"
+        if tokens >= self.max_model_len:
+            return (
+                "context_length_exceeded",
+                f"the prompt has {tokens} tokens; with one to generate that is more than the {self.max_model_len} "
+                "that this worker takes (--max-model-len)",
+            )
+        last = tokens if sequence.destination is not None else max(tokens, sequence.limit - 1)
+        needed = -(-last // self.page_tokens)
+        if needed > self.pages:
+            return (
+                "context_length_exceeded",
+                f"{needed} KV pages of {self.page_tokens} tokens are needed for prompt and answer, this worker has "
+                f"{self.pages}; lower max_tokens or start it with a larger --kv-tokens",
+            )
+        if waiting >= self.max_waiting:
+            return "queue_full", f"{waiting} requests are waiting at this worker; retry later"
+        return None
