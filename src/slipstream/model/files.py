@@ -173,7 +173,7 @@ def _from_hub(name: str, need_weights: bool) -> ModelFiles:
     from huggingface_hub import errors
 
     try:
-        return _from_snapshot(name, _snapshot(name, cached=False), need_weights)
+        path = _snapshot(name, cached=False)
     except errors.GatedRepoError:
         raise ModelError(
             f"{name} is gated: accept its terms on the hub and log in with `hf auth login`, then try again."
@@ -184,6 +184,10 @@ def _from_hub(name: str, need_weights: bool) -> ModelFiles:
         raise ModelError(f"no model {name!r}: there is no such folder here, and the hub does not have it.") from None
     except _network_errors() as error:
         raise _unreachable(name, error) from None
+    try:
+        return _from_snapshot(name, path, need_weights)
+    except ModelError as error:  # the hub's client hands out a part of a model when it cannot ask the hub
+        raise ModelError(f"{error.message} That is what the hub or, without a network, its cache has: {path}") from None
 
 
 def _network_errors() -> tuple[type[Exception], ...]:

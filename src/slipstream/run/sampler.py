@@ -153,7 +153,7 @@ class Sampler:
                 if params.frequency_penalty != 0.0:
                     values.sub_(state.counts, alpha=params.frequency_penalty)
                 if params.presence_penalty != 0.0:
-                    values.sub_(state.counts > 0, alpha=params.presence_penalty)
+                    values.sub_(state.counts.clamp(max=1.0), alpha=params.presence_penalty)
             if state.bias_ids is not None and state.bias is not None:
                 values.index_add_(0, state.bias_ids, state.bias)
             if state.held and state.banned is not None:
