@@ -183,5 +183,6 @@ class Cluster:
         drain_s = self._config.launch.drain_s
         logger.info("ending: requests under way may take up to %g s; Ctrl-C again ends at once", drain_s)
         self._supervisor.stop([ROUTER_NAME], drain_s + WORKER_GRACE_S, hurry)
+        self._socket.close()  # who still connects, as workers do that miss their router, is refused from now on
         self._supervisor.stop(list(self._worker_specs), 0.0 if hurry() else WORKER_GRACE_S, hurry)
         logger.info("all processes have ended")
