@@ -108,7 +108,7 @@ def free_bytes(device: torch.device) -> int | None:
     return available_bytes()
 
 
-def pool_pages(engine: EngineConfig, layout: KVLayout, device: torch.device, max_position: int) -> int:
+def pool_pages(engine: EngineConfig, layout: KVLayout, device: torch.device) -> int:
     """Pages of the KV pool, one scratch page included; asked for when the weights are already in memory.
 
     `kv_tokens` is obeyed when given. Otherwise a GPU gives what `mem_fraction` of its memory leaves, and a CPU a modest

@@ -60,7 +60,7 @@ class OpenedModel:
     @property
     def pool_pages(self) -> int:
         """Pages that a pool may have now, one scratch page included."""
-        return pool_pages(self.engine, self.layout, self.device, self.config.max_position)
+        return pool_pages(self.engine, self.layout, self.device)
 
     def allocate_pool(self, probe_bytes: int) -> Pool:
         """The KV pool, in host or device memory. Raises PoolTooSmall."""
