@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("steps", nargs="*", metavar="STEP", help=", ".join(STEPS))
     parser.add_argument("--out", type=Path, default=Path("gpu-transfer"))
     parser.add_argument("--budget", type=float, default=500.0, help="seconds; later steps are left out or cut short")
-    parser.add_argument("--sizes", default="1K,4K,8K,32K,128K,512K,1M,2M", help="page sizes of the peers step")
+    parser.add_argument("--sizes", default="1K,8K,32K,128K,1M,2M", help="page sizes of the peers step")
     parser.add_argument("--engines", default="", help="engines of the peers step")
     parser.add_argument("--here", action="store_true", help="run one measuring step in this process")
     arguments = parser.parse_args()
@@ -76,7 +76,7 @@ def run_step(step: str, arguments: argparse.Namespace, left: float) -> int:
         "table": [*bench, "--engines", "raw,cuda_ipc", "--case-seconds", "0.15"],
         "peers": [
             *bench,
-            *("--engines", arguments.engines or "raw,cuda_ipc,nixl,nixl-best,nixl-sgl,mooncake"),
+            *("--engines", arguments.engines or "raw,cuda_ipc,nixl-best,nixl-sgl,mooncake"),
             *("--sizes", arguments.sizes, "--case-seconds", "0.15"),
         ],
     }
@@ -128,35 +128,49 @@ class Pools:
 
 
 def kernel(folder: str) -> None:
-    """GB/s of the kernel by its settings, several batches of 1 GiB in a row so that only the GPU's time counts."""
-    from slipstream.transfer.cuda.copier import Copier, CopySettings
-    from slipstream.transfer.cuda.plan import CopyCosts, survey
+    """GB/s of the kernel alone by its settings: lists ready on the GPU, time between events around the launches."""
+    from slipstream.transfer.cuda.copier import CopySettings, Launch, TritonLauncher, kernel_lists
+    from slipstream.transfer.cuda.plan import survey
 
     pools, results = Pools(), Results(folder, "kernel")
-    by_kernel = CopyCosts(0.0, 0.0, 1.0, 1.0, 1.0)
+    torch, launcher = pools.torch, TritonLauncher(0)
     here, there = pools.memories[0].address, pools.memories[1].address
-    runs = {page: pools.runs(page) for page in (1024, 8192, 131072)}
-    for tile, warps in ((32 << 10, 8), (16 << 10, 4), (16 << 10, 8), (64 << 10, 16), (64 << 10, 8), (32 << 10, 16)):
-        rates: dict[str, list[float]] = {}
-        for programs in (8, 16, 32, 64, 132):
-            copier = Copier(pools.devices[0], CopySettings(programs, tile, warps, streams=1))
-            for page, batch in runs.items():
-                seen = survey(batch, pools.size, pools.size)
-                for name, (source, to) in (("push", (here, there)), ("pull", (there, here))):
-                    rate = _gpu_rate(copier, lambda s=source, t=to, b=batch, n=seen: (s, t, b, n, by_kernel))
-                    rates.setdefault(f"{name} {page}", []).append(round(rate, 1))
-            copier.close()
-        results.add(tile=tile, warps=warps, programs=[8, 16, 32, 64, 132], **rates)
+    torch.cuda.set_device(0)
+    launches: dict[str, list[Launch]] = {}
+    lists = []
+    for page in (1024, 8192, 32768, 131072):
+        runs = pools.runs(page)
+        for name, ends in (("push", (here, there)), ("pull", (there, here))):
+            for part in kernel_lists(*ends, runs, survey(runs, pools.size, pools.size)):
+                room = np.empty(part.bytes, np.uint8)
+                part.write(room)
+                lists.append(torch.as_tensor(room, device="cuda:0"))
+                launch = Launch(*ends, lists[-1].data_ptr(), len(part.runs.length), part.length, part.shift)
+                launches.setdefault(f"{name} {page}", []).append(launch)
+    counts = (4, 8, 16, 32, 64, 132)
+    shapes = ((32, 8), (16, 4), (16, 8), (32, 16), (64, 8), (64, 16), (128, 16), (128, 32))
+    stream = torch.cuda.Stream(0)
+    for tile, warps in shapes:
+        rates = {}
+        for case, batch in launches.items():
+            settings = [CopySettings(count, tile << 10, warps) for count in counts]
+            rates[case] = [round(_kernel_rate(torch, launcher, batch, one, stream), 1) for one in settings]
+        results.add(tile_kib=tile, warps=warps, programs=list(counts), **rates)
 
 
-def _gpu_rate(copier: Any, arguments: Callable[[], tuple[Any, ...]], batches: int = 3) -> float:
-    """GB/s of batches in a row: the time between the ends of the first and the last."""
-    copies = [copier.start(*arguments()) for _ in range(batches + 1)]
-    copier.wait(copies[0])
-    began = time.perf_counter()
-    for copy in copies[1:]:
-        copier.wait(copy)
-    return batches * copies[0].total / (time.perf_counter() - began) / 1e9
+def _kernel_rate(torch: Any, launcher: Any, launches: list[Any], settings: Any, stream: Any) -> float:
+    best = 0.0
+    for _ in range(4):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(2_000_000)  # about a millisecond, in which all launches are queued
+            start.record()
+            for launch in launches:
+                launcher(launch, stream.cuda_stream, settings)
+            end.record()
+        end.synchronize()
+        best = max(best, GIB / start.elapsed_time(end) / 1e6)
+    return best
 
 
 def interference(folder: str) -> None:
@@ -208,7 +222,7 @@ def _graph(torch: Any, device: str, step: Callable[[], Any], count: int) -> Call
             for _ in range(count):
                 step()
 
-    def run() -> float:
+    def run(kept: Callable[[], Any] = step) -> float:  # the memory that the graph works on is the step's
         with torch.cuda.device(device), torch.cuda.stream(stream):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()

@@ -72,12 +72,14 @@ def check(runs, size, tile):
         want[d : d + n] = source[s : s + n]
     at = source.ctypes.data, destination.ctypes.data
     kinds = set()
-    for columns, length, shift, count in kernel_lists(*at, runs, survey(runs, size, size)):
-        lists = np.concatenate([column.view(np.uint8) for column in columns])
-        kinds.add(bool(length))
-        if length:
-            rows, width, chunks = kernel.equal_tile(length, tile)
-            kernel.move_equal[(3,)](*at, lists.ctypes.data, count, length // WORD, chunks, shift, rows, width)
+    for part in kernel_lists(*at, runs, survey(runs, size, size)):
+        lists, count = np.empty(part.bytes, np.uint8), len(part.runs.length)
+        part.write(lists)
+        kinds.add(bool(part.length))
+        if part.length:
+            rows, width, chunks = kernel.equal_tile(part.length, tile)
+            numbers = lists.ctypes.data, count, part.length // WORD, chunks, part.shift
+            kernel.move_equal[(3,)](*at, *numbers, rows, width)
         else:
             kernel.move_any[(3,)](*at, lists.ctypes.data, count, tile // 8, 256)
     assert (destination == want).all(), runs

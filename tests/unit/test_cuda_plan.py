@@ -134,12 +134,12 @@ def test_every_run_goes_exactly_one_way():
 
 
 def test_measured_times_give_back_the_costs():
-    sizes = Sizes(small=4096, large=16 << 20, many=64, few=4)
+    sizes = Sizes(small=4096, many=256, large=128 << 20, few=8)
     times = (
         NVLINK.kernel(sizes.small),
         NVLINK.kernel(sizes.large),
         NVLINK.engine(1, sizes.small),
-        NVLINK.engine(sizes.many, sizes.large),
+        NVLINK.engine(sizes.many, sizes.many * sizes.small),
         NVLINK.engine(sizes.few, sizes.large),
     )
     costs = costs_from_times(*times, sizes=sizes)
@@ -148,7 +148,7 @@ def test_measured_times_give_back_the_costs():
 
 
 def test_noise_makes_no_cost_negative():
-    costs = costs_from_times(5e-5, 4e-5, 9e-5, 1e-5, 3e-5, sizes=Sizes(4096, 1 << 20, 64, 4))
+    costs = costs_from_times(5e-5, 4e-5, 9e-5, 1e-5, 3e-5, sizes=Sizes(4096, 64, 1 << 20, 4))
     assert min(costs.kernel_start, costs.kernel_byte, costs.engine_start, costs.engine_run, costs.engine_byte) >= 0
 
 

@@ -1,12 +1,13 @@
 """One of the two processes of a transfer benchmark: `python -m slipstream.bench.endpoint FD`.
 
 It answers requests on an inherited socket, one JSON line each, and between them serves its engine, so that a peer can
-open its memory. A pair of these lives for one engine, so that an engine that hangs or crashes, or that reads its choices
-from the environment, concerns no other.
+open its memory. A pair of these lives for one engine: one that hangs or crashes, or reads its choices from the
+environment, concerns no other.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import select
@@ -57,7 +58,7 @@ class Endpoint:
         began = time.perf_counter()
         self._engine.connect()
         costs = getattr(getattr(self._engine, "_remote", None), "costs", None)
-        described = {name: getattr(costs, name) for name in costs.__slots__} if costs is not None else {}
+        described = dataclasses.asdict(costs) if costs is not None else {}
         return {"seconds": time.perf_counter() - began, "costs": described}
 
     def fill(self, seed: int) -> dict[str, Any]:
@@ -83,23 +84,28 @@ class Endpoint:
         engine = self._engine
         total = self._pool.bytes // page
         here, there = choose(total, pages, mine, contiguous), choose(total, pages, theirs, contiguous)
-        engine.prepare(page)
+        batch, single = (engine.plan(direction, page, here[:n], there[:n]) for n in (pages, 1))
         size = page * pages
-        first = _timed(engine, direction, page, here, there)
+        first = _timed(engine, batch)
         cpu, began = time.process_time(), time.perf_counter()
         taken = []
         while not taken or (time.perf_counter() - began < seconds and len(taken) < 15):
-            taken.append(_timed(engine, direction, page, here, there))
+            taken.append(_timed(engine, batch))
         cpu = time.process_time() - cpu
         latency = []
-        one, other = here[:1], there[:1]
         began = time.perf_counter()
         while len(latency) < LATENCY_SAMPLES and time.perf_counter() - began < LATENCY_SECONDS:
-            latency.append(_timed(engine, direction, page, one, other))
+            latency.append(_timed(engine, single))
         latency.sort()
-        many, count = self._many(direction, page, here, there, seconds)
+        many = None
+        moved = size * (1 + len(taken)) + page * len(latency)
+        if engine.depth > 1:
+            self._many(batch, engine.depth, 0.0)  # what is made once, for so many, is made now
+            count, spent = self._many(batch, 12, seconds)
+            many = size * count / spent / 1e9
+            moved += size * (count + engine.depth)
         return {
-            "moved": size * (1 + len(taken) + count) + page * len(latency),
+            "moved": moved,
             "gbps": size / statistics.median(taken) / 1e9,
             "gbps_best": size / min(taken) / 1e9,
             "gbps_many": many,
@@ -110,26 +116,22 @@ class Endpoint:
             "p99_us": 1e6 * latency[int(len(latency) * 0.99)],
         }
 
-    def _many(
-        self, direction: Direction, page: int, here: NDArray[np.int64], there: NDArray[np.int64], seconds: float
-    ) -> tuple[float | None, int]:
-        """GB/s with as many batches under way as the engine takes, None when that is one; and how many were moved."""
+    def _many(self, batch: Any, most: int, seconds: float) -> tuple[int, float]:
+        """Moves batches with as many under way as the engine takes; how many, in which time."""
         engine = self._engine
-        if engine.depth == 1:
-            return None, 0
         began, count = time.perf_counter(), 0
         for _ in range(engine.depth):
-            engine.start(direction, page, here, there)
+            engine.start(batch)
         while True:
             engine.finish()
             count += 1
-            if count >= 12 or time.perf_counter() - began > seconds:
+            if count + engine.depth > most or time.perf_counter() - began > seconds:
                 break
-            engine.start(direction, page, here, there)
+            engine.start(batch)
         for _ in range(engine.depth - 1):
             engine.finish()
             count += 1
-        return page * len(here) * count / (time.perf_counter() - began) / 1e9, count
+        return count, time.perf_counter() - began
 
     def end(self) -> dict[str, Any]:
         self._engine.close()
@@ -143,9 +145,9 @@ def choose(total: int, count: int, seed: int, contiguous: bool) -> NDArray[np.in
     return np.random.default_rng(seed).permutation(total)[:count].astype(np.int64)
 
 
-def _timed(engine: Any, direction: Direction, page: int, here: NDArray[np.int64], there: NDArray[np.int64]) -> float:
+def _timed(engine: Any, batch: Any) -> float:
     began = time.perf_counter()
-    engine.start(direction, page, here, there)
+    engine.start(batch)
     engine.finish()
     return time.perf_counter() - began
 

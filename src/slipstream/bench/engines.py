@@ -1,8 +1,9 @@
 """What a transfer benchmark drives: slipstream's transports, the raw copy, and other packages called directly.
 
 Both processes of a pair make the same engine. Each tells the other its `hello`; `meet` completes the connection. The
-source then runs batches: `start` begins one and returns at once where the engine can do that, `finish` waits for the
-oldest that was started. A direction is "push" (my pages into the peer's) or "pull".
+source then runs batches: `plan` brings a batch's page lists into the form that the engine's call takes (outside the
+measured time), `start` begins it and returns at once where the engine can do that, `finish` waits for the oldest that
+was started. A direction is "push" (my pages into the peer's) or "pull".
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import importlib
 import os
 import secrets
 import select
-import time
 from collections import deque
 from typing import Any, Literal, Protocol
 
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from slipstream.bench.pools import BenchPool, move
 from slipstream.config import TransferConfig
 from slipstream.errors import RouteUnavailable, TransferError
+from slipstream.transfer.cuda.runtime import Device
 from slipstream.transfer.route import machine_id, process_id
 from slipstream.transfer.transports import load
 from slipstream.transfer.transports.base import Context, Description, Exports, Runs
@@ -41,16 +42,16 @@ class Engine(Protocol):
     def meet(self, peer: bytes) -> None: ...
 
     def fileno(self) -> int:
-        """What has to be watched while this side only answers; -1 for nothing. `serve` is called when it is readable."""
+        """What has to be watched while this side only answers, -1 for nothing; when it is readable `serve` is called."""
         ...
 
     def serve(self) -> None: ...
 
-    def prepare(self, page: int) -> None:
-        """Work that is done once for a page size."""
+    def plan(self, direction: Direction, page: int, mine: Pages, theirs: Pages) -> Any:
+        """A batch; what is prepared once for a page size is done here too."""
         ...
 
-    def start(self, direction: Direction, page: int, mine: Pages, theirs: Pages) -> None: ...
+    def start(self, batch: Any) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -99,6 +100,10 @@ class SlipstreamEngine:
         """Opens the peer's memory; only the source does."""
         self._remote = self._transport.open(self._exports, self._exports.descriptions[0].detail)
 
+    @property
+    def remote_address(self) -> int:
+        return self._remote.address
+
     def fileno(self) -> int:
         return self._transport.fileno()
 
@@ -106,13 +111,13 @@ class SlipstreamEngine:
         for completion in self._transport.poll():
             self._done[completion.ticket] = completion.error
 
-    def prepare(self, page: int) -> None:
-        pass
-
-    def start(self, direction: Direction, page: int, mine: Pages, theirs: Pages) -> None:
+    def plan(self, direction: Direction, page: int, mine: Pages, theirs: Pages) -> Any:
         source, destination = (mine, theirs) if direction == "push" else (theirs, mine)
         verb = self._transport.write if direction == "push" else self._transport.read
-        runs = Runs(source * page, destination * page, np.broadcast_to(np.int64(page), (len(source),)))
+        return verb, Runs(source * page, destination * page, np.full(len(source), page, np.int64))
+
+    def start(self, batch: Any) -> None:
+        verb, runs = batch
         self._waiting.append(verb(self._remote, runs))
 
     def finish(self) -> None:
@@ -153,7 +158,8 @@ class RawCopy:
     def connect(self) -> None:
         if self._cuda:
             self._cuda.connect()
-            self._device: Any = self._cuda._transport._device
+            self._device = Device(self._pool.region.device)
+            self._device.use()
             self._stream, self._event = self._device.stream(), self._device.event()
         else:
             self._other = np.zeros(self._pool.bytes, np.uint8)
@@ -165,17 +171,17 @@ class RawCopy:
         if self._cuda:
             self._cuda.serve()
 
-    def prepare(self, page: int) -> None:
-        pass
+    def plan(self, direction: Direction, page: int, mine: Pages, theirs: Pages) -> Any:
+        here = self._pool.region.address + int(mine[0]) * page
+        there = self._cuda.remote_address if self._cuda else int(self._other.ctypes.data)
+        there += int(theirs[0]) * page
+        return *((there, here) if direction == "push" else (here, there)), page * len(mine)
 
-    def start(self, direction: Direction, page: int, mine: Pages, theirs: Pages) -> None:
-        here, size = self._pool.region.address + int(mine[0]) * page, page * len(mine)
+    def start(self, batch: Any) -> None:
         if self._cuda is None:
-            there = int(self._other.ctypes.data) + int(theirs[0]) * page
-            move(*((there, here) if direction == "push" else (here, there)), size)
+            move(*batch)
             return
-        there = self._cuda._remote.address + int(theirs[0]) * page
-        self._device.copy(*((there, here) if direction == "push" else (here, there)), size, self._stream)
+        self._device.copy(*batch, self._stream)
         self._device.record(self._event, self._stream)
 
     def finish(self) -> None:
@@ -225,22 +231,22 @@ class NixlEngine:
     def serve(self) -> None:
         pass
 
-    def prepare(self, page: int) -> None:
+    def plan(self, direction: Direction, page: int, mine: Pages, theirs: Pages) -> Any:
         if page not in self._lists:
             region = self._pool.region
-            mine = _descriptors(region.address, self._pool.bytes, page, max(region.device_index, 0))
-            theirs = _descriptors(self._there, self._size, page, self._device)
+            local = _descriptors(region.address, self._pool.bytes, page, max(region.device_index, 0))
+            remote = _descriptors(self._there, self._size, page, self._device)
             self._lists[page] = (
-                self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", mine, self._kind),
-                self._agent.prep_xfer_dlist(self._name, theirs, self._kind),
+                self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", local, self._kind),
+                self._agent.prep_xfer_dlist(self._name, remote, self._kind),
             )
 
-    def start(self, direction: Direction, page: int, mine: Pages, theirs: Pages) -> None:
         here, there = self._lists[page]
         verb = "WRITE" if direction == "push" else "READ"
-        self._handle = self._agent.make_prepped_xfer(
-            verb, here, mine.astype(np.int32), there, theirs.astype(np.int32), b""
-        )
+        return verb, here, mine.astype(np.int32), there, theirs.astype(np.int32), b""
+
+    def start(self, batch: Any) -> None:
+        self._handle = self._agent.make_prepped_xfer(*batch)
         self._state = self._agent.transfer(self._handle)
 
     def finish(self) -> None:
@@ -297,22 +303,23 @@ class MooncakeEngine:
     def serve(self) -> None:
         pass
 
-    def prepare(self, page: int) -> None:
-        pass
-
-    def start(self, direction: Direction, page: int, mine: Pages, theirs: Pages) -> None:
+    def plan(self, direction: Direction, page: int, mine: Pages, theirs: Pages) -> Any:
         verb = "batch_transfer_sync_" + ("write" if direction == "push" else "read")
         here = (mine * page + self._pool.region.address).astype(np.uint64)
         there = (theirs * page + self._there).astype(np.uint64)
         sizes = np.full(len(mine), page, np.uint64)
         call = getattr(self._engine, verb + "_arrays", None)
         if call is None:
-            call, here, there, sizes = getattr(self._engine, verb), here.tolist(), there.tolist(), sizes.tolist()
-        for start in range(0, len(mine), self._most):
+            return getattr(self._engine, verb), here.tolist(), there.tolist(), sizes.tolist()
+        return call, here, there, sizes
+
+    def start(self, batch: Any) -> None:
+        call, here, there, sizes = batch
+        for start in range(0, len(sizes), self._most):
             part = slice(start, start + self._most)
             code = call(self._name, here[part], there[part], sizes[part])
             if code:
-                raise TransferError(f"mooncake's {verb} of {len(sizes[part])} requests returned {code}")
+                raise TransferError(f"mooncake returned {code} for a batch of {len(sizes[part])} requests")
 
     def finish(self) -> None:
         pass  # the call has waited
@@ -367,7 +374,3 @@ def make_engine(name: str, pool: BenchPool, config: TransferConfig) -> Any:
     if driver == "slipstream":
         return SlipstreamEngine(name, pool, config)
     return {"raw": RawCopy, "nixl": NixlEngine, "mooncake": MooncakeEngine}[driver](pool, config)
-
-
-def clock() -> float:
-    return time.perf_counter()

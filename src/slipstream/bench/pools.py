@@ -34,7 +34,7 @@ class BenchPool(Protocol):
     def poison(self) -> None: ...
 
     def check(self, page: int, here: NDArray[np.int64], there: NDArray[np.int64], seed: int) -> str:
-        """Empty when page here[i] holds what page there[i] of a pool filled with `seed` held, and all else is poison."""
+        """Empty when page here[i] holds what there[i] of a pool filled with `seed` held, and all else is poison."""
         ...
 
     def close(self) -> None: ...
@@ -94,7 +94,7 @@ class DeviceBenchPool:
         self.torch: Any = torch
         torch.cuda.set_device(self.region.device_index)
         whole = torch.as_tensor(self.memory, device=f"cuda:{self.region.device_index}")
-        self.words = whole[:size].view(torch.int64)
+        self.words: Any = whole[:size].view(torch.int64)
 
     def fill(self, seed: int) -> None:
         for start in range(0, self.words.numel(), 8 * _AT_ONCE):

@@ -35,7 +35,7 @@ class Conditions(msgspec.Struct, kw_only=True):
 class TransferRow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One engine, page size and direction. Rates in GB/s (10^9 bytes), times in microseconds.
 
-    `gbps` is the median of single batches, from the page lists on the host until all bytes are in place; `gbps_many`
+    `gbps` is the median of single batches, from the lists on the host until all bytes are in place; `gbps_many` is
     with several batches under way; latency is that of a single page. `problem` says why there are no figures.
     """
 

@@ -1,4 +1,4 @@
-"""Brings GPU memory to where sockets and shared mappings can reach it: pinned buffers, filled and emptied in a pipeline.
+"""Brings GPU memory to where sockets and shared mappings reach it: pinned buffers, filled and emptied in a pipeline.
 
 A transport that cannot touch device memory moves packed pieces of a batch of runs:
 
@@ -52,7 +52,7 @@ class Staging:
         self._region = region
         self._device = device or Device(region.device)
         self._device.use()
-        self._copier: Copier = copiers(self._device, CopySettings(programs=32))
+        self._copier: Copier = copiers(self._device, CopySettings())
         self._slots = [PinnedMemory(self._device, slot_bytes) for _ in range(slots)]
         self._free = list(self._slots)
         self._storing: deque[tuple[PinnedMemory, Copy]] = deque()
@@ -61,10 +61,11 @@ class Staging:
     def _measure(self) -> tuple[CopyCosts, CopyCosts]:
         seal = read_seal(self._device, self._region.address, self._region.bytes)
         scratch, host = self._region.address + seal.scratch_offset, self._slots[0].address
-        size = min(self.slot_bytes, seal.scratch_bytes)
         self._copier.prepare(scratch, [self._region.page_bytes])
-        out = self._copier.measure(scratch, host, size, time.perf_counter)
-        return out, self._copier.measure(host, scratch, size, time.perf_counter)
+        region = self._region
+        out = self._copier.measure(region.address, region.bytes, host, self.slot_bytes, time.perf_counter)
+        back = self._copier.measure(host, self.slot_bytes, scratch, seal.scratch_bytes, time.perf_counter)
+        return out, back
 
     def out(self, runs: Runs, after: int | None = None) -> Iterator[tuple[Runs, NDArray[np.uint8]]]:
         """The bytes of `runs.source` in pieces, in order: (the runs of a piece, its bytes packed one behind the other).

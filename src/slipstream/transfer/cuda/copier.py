@@ -12,6 +12,7 @@ A copier belongs to one thread, and leaves its device current there.
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -40,10 +41,12 @@ logger = logging.getLogger(__name__)
 UNMEASURED = CopyCosts(
     kernel_start=30e-6, kernel_byte=1 / 300e9, engine_start=8e-6, engine_run=2e-6, engine_byte=1 / 350e9
 )
-"""What is assumed until `measure` has run: of the order of two GPUs joined by NVLink, and only a choice of way hangs on it."""
+"""For pools too small to measure with: of the order of two GPUs joined by NVLink. Only a choice of way hangs on it."""
 
-_SLOT_BYTES = 1 << 20  # smallest list buffer: 131,072 runs of one length
 _LAUNCH_RUNS = 1 << 15  # runs a launch: behind the first, lists are made while the GPU already copies
+_SLOT_BYTES = 8 * _LAUNCH_RUNS  # smallest list buffer: one launch of runs of one length
+_MEASURE_BYTES = 128 << 20
+_READ_IN_PLACE = 16 << 10  # lists up to this size are read by the kernel over the bus, which takes less than an upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +58,9 @@ class CopySettings:
     streams: batches that can run at the same time.
     """
 
-    programs: int = 64
-    tile_bytes: int = 32 << 10
-    warps: int = 8
+    programs: int = 32
+    tile_bytes: int = 64 << 10
+    warps: int = 16
     streams: int = 2
 
     def __post_init__(self) -> None:
@@ -68,8 +71,7 @@ class CopySettings:
 
 
 class Launch(NamedTuple):
-    """One kernel launch: `runs` runs described by the list at `lists`; `length` is that of all runs, 0 when they differ,
-    and offsets count in units of 1 << shift bytes."""
+    """One kernel launch: `runs` runs described by the list at `lists`, see KernelList."""
 
     source_at: int
     destination_at: int
@@ -81,7 +83,7 @@ class Launch(NamedTuple):
 
 @dataclass(eq=False)
 class Copy:
-    """A batch under way. `event` happens when its last byte is in place; `expected` is its estimated time in seconds."""
+    """A batch under way. `event` happens when its last byte is in place; `expected` are the seconds it should take."""
 
     event: int
     lane: _Lane
@@ -124,8 +126,8 @@ class Copier:
         device.use()
         self._lanes = [_Lane(device.stream()) for _ in range(self.settings.streams)]
         self._events: list[int] = []
-        self._slots: list[_Slot] = []
-        self._all_slots: list[_Slot] = []
+        self._all_slots = [_Slot(device, _SLOT_BYTES) for _ in range(2 * self.settings.streams)]
+        self._slots = list(self._all_slots)
 
     # ------------------------------------------------------------------------------------------------ copies
 
@@ -200,15 +202,15 @@ class Copier:
         self.device.copy_batch(destinations, sources, runs.length.tolist(), stream)
 
     def _by_kernel(self, copy: Copy, source_at: int, destination_at: int, runs: Runs, seen: Survey) -> None:
-        for part, length, shift, columns in kernel_lists(source_at, destination_at, runs, seen):
-            slot = self._slot(sum(column.nbytes for column in part))
+        for part in kernel_lists(source_at, destination_at, runs, seen):
+            slot = self._slot(part.bytes)
             copy.slots.append(slot)
-            position = 0
-            for column in part:
-                slot.pinned.array[position : position + column.nbytes] = column.view(np.uint8)
-                position += column.nbytes
-            self.device.copy(slot.address, slot.pinned.address, position, copy.lane.stream)
-            launch = Launch(source_at, destination_at, slot.address, columns, length, shift)
+            part.write(slot.pinned.array)
+            lists = slot.pinned.address
+            if part.bytes > _READ_IN_PLACE:
+                self.device.copy(slot.address, lists, part.bytes, copy.lane.stream)
+                lists = slot.address
+            launch = Launch(source_at, destination_at, lists, len(part.runs.length), part.length, part.shift)
             self._launch(launch, copy.lane.stream, self.settings)
 
     def _slot(self, size: int) -> _Slot:
@@ -222,39 +224,49 @@ class Copier:
     # ------------------------------------------------------------------------------------------------ costs
 
     def prepare(self, address: int, lengths: Iterable[int]) -> None:
-        """Compiles and loads the kernels for runs of these lengths, and for mixed ones, by launches that move nothing."""
+        """Compiles and loads the kernels for runs of these lengths and for mixed ones: launches that move nothing."""
         self.device.use()
         for length in {0, *(length for length in lengths if length % WORD == 0)}:
             self._launch(Launch(address, address, address, 0, length, 4), self._lanes[0].stream, self.settings)
 
-    def measure(self, source_at: int, destination_at: int, size: int, clock: Callable[[], float]) -> CopyCosts:
-        """Measures what copies cost from one address to another, writing up to `size` bytes of garbage.
+    def measure(
+        self, source_at: int, source_bytes: int, scratch_at: int, scratch_bytes: int, clock: Callable[[], float]
+    ) -> CopyCosts:
+        """Measures what copies cost from one address to another, writing garbage to `scratch_bytes` there.
 
-        Takes some tens of milliseconds, and the compilation of the kernel when it was never compiled on this machine.
+        The source is only read, a wide stretch of it, since a small one would stay in the cache. Takes some tens of
+        milliseconds, and the compilation of the kernel when it was never compiled on this machine.
         """
-        large = size & -WORD
-        sizes = Sizes(small=4096, large=large, many=min(64, large // 4096), few=4)
+        few, small = 8, 4096
+        each = min(_MEASURE_BYTES // few, source_bytes, scratch_bytes) // small * small
+        if each < 16 * small:
+            return UNMEASURED
+        sizes = Sizes(small=small, many=min(256, scratch_bytes // small), large=few * each, few=few)
         kernel_only = CopyCosts(0.0, 0.0, 1.0, 1.0, 1.0)
         engine_only = CopyCosts(1.0, 1.0, 0.0, 0.0, 0.0)
-        times = [
-            self._time(source_at, destination_at, count, each, costs, clock)
-            for count, each, costs in (
-                (1, sizes.small, kernel_only),
-                (1, sizes.large, kernel_only),
-                (1, sizes.small, engine_only),
-                (sizes.many, sizes.large // sizes.many, engine_only),
-                (sizes.few, sizes.large // sizes.few, engine_only),
-            )
-        ]
+        times = []
+        for count, length, costs in (
+            (1, sizes.small, kernel_only),
+            (few, each, kernel_only),
+            (1, sizes.small, engine_only),
+            (sizes.many, sizes.small, engine_only),
+            (few, each, engine_only),
+        ):
+            runs = _wrapped(count, length, source_bytes, scratch_bytes)
+            seen = survey(runs, source_bytes, scratch_bytes)
+            times.append(self._time(source_at, scratch_at, runs, seen, costs, clock))
         return costs_from_times(*times, sizes=sizes)
 
     def _time(
-        self, source_at: int, destination_at: int, count: int, each: int, costs: CopyCosts, clock: Callable[[], float]
+        self,
+        source_at: int,
+        destination_at: int,
+        runs: Runs,
+        seen: Survey,
+        costs: CopyCosts,
+        clock: Callable[[], float],
     ) -> float:
         """Seconds from the start of a batch to its end as this thread sees it: the least of some tries."""
-        offsets = np.arange(count, dtype=np.int64) * each
-        runs = Runs(offsets, offsets, np.broadcast_to(np.int64(each), (count,)))
-        seen = survey(runs, count * each, count * each)
         taken = []
         for _ in range(7):
             began = clock()
@@ -276,36 +288,52 @@ class Copier:
         self._lanes, self._events, self._slots, self._all_slots = [], [], [], []
 
 
-def _rows(runs: Runs, rows: NDArray[np.int64] | None) -> Runs:
+def _rows(runs: Runs, rows: NDArray[np.int64] | slice | None) -> Runs:
     return runs if rows is None else Runs(runs.source[rows], runs.destination[rows], runs.length[rows])
 
 
-def kernel_lists(
-    source_at: int, destination_at: int, runs: Runs, seen: Survey
-) -> Iterator[tuple[list[NDArray[Any]], int, int, int]]:
-    """The launches that move `runs`: (columns of the list, common length or 0, shift, number of runs).
+class KernelList(NamedTuple):
+    """What one launch moves. `length` is that of all runs, and then offsets are written as 32-bit multiples of
+    1 << shift bytes; or it is 0, and then offsets and lengths are written as 64-bit bytes."""
 
-    Runs of one length go as 32-bit multiples of their alignment, others as 64-bit bytes.
-    """
+    runs: Runs
+    length: int
+    shift: int
+
+    @property
+    def bytes(self) -> int:
+        return len(self.runs.length) * (8 if self.length else 24)
+
+    def write(self, room: NDArray[np.uint8]) -> None:
+        """Writes the columns one behind the other, as the kernels read them."""
+        count = len(self.runs.length)
+        if self.length:
+            units = room[: 8 * count].view(np.int32)
+            np.right_shift(self.runs.source, self.shift, out=units[:count], casting="unsafe")
+            np.right_shift(self.runs.destination, self.shift, out=units[count:], casting="unsafe")
+        else:
+            columns = room[: 24 * count].view(np.int64)
+            columns[:count], columns[count : 2 * count] = self.runs.source, self.runs.destination
+            columns[2 * count :] = self.runs.length
+
+
+def kernel_lists(source_at: int, destination_at: int, runs: Runs, seen: Survey) -> Iterator[KernelList]:
+    """The launches that move `runs`."""
     shift = seen.alignment.bit_length() - 1
-    count = len(runs.length)
     aligned = (source_at | destination_at) % WORD == 0
-    fits = seen.reach >> shift < 1 << 31
-    if seen.length and shift >= 4 and aligned and fits:
-        for start in range(0, count, _LAUNCH_RUNS):
-            part = slice(start, min(start + _LAUNCH_RUNS, count))
-            units = [_units(runs.source[part], shift), _units(runs.destination[part], shift)]
-            yield units, seen.length, shift, part.stop - part.start
-        return
-    pieces = cut_long_runs(runs)
-    for start in range(0, len(pieces.length), _LAUNCH_RUNS):
-        part = slice(start, min(start + _LAUNCH_RUNS, len(pieces.length)))
-        columns = [np.ascontiguousarray(column[part]) for column in (pieces.source, pieces.destination, pieces.length)]
-        yield columns, 0, 0, part.stop - part.start
+    if seen.length and shift >= 4 and aligned and seen.reach >> shift < 1 << 31:
+        length = seen.length
+    else:
+        length, shift, runs = 0, 0, cut_long_runs(runs)
+    for start in range(0, len(runs.length), _LAUNCH_RUNS):
+        yield KernelList(_rows(runs, slice(start, start + _LAUNCH_RUNS)), length, shift)
 
 
-def _units(offsets: NDArray[np.int64], shift: int) -> NDArray[np.int32]:
-    return np.right_shift(offsets, shift, out=np.empty(len(offsets), np.int32), casting="unsafe")
+def _wrapped(count: int, each: int, source_bytes: int, destination_bytes: int) -> Runs:
+    """`count` runs of `each` bytes side by side, beginning anew where a region ends."""
+    rows = np.arange(count, dtype=np.int64)
+    places = [rows % max(1, size // each) * each for size in (source_bytes, destination_bytes)]
+    return Runs(places[0], places[1], np.broadcast_to(np.int64(each), (count,)))
 
 
 class TritonLauncher:
@@ -314,13 +342,10 @@ class TritonLauncher:
     def __init__(self, device_index: int) -> None:
         self._index = device_index
         self._streams: dict[int, Any] = {}
-        self._kernel: Any = None
-        self._torch: Any = None
+        self._modules: tuple[Any, Any] | None = None  # torch and the kernels, once they are loaded
 
     def __call__(self, launch: Launch, stream: int, settings: CopySettings) -> None:
-        if self._kernel is None:
-            self._load()
-        torch, kernel = self._torch, self._kernel
+        torch, kernel = self._modules or self._load()
         if stream not in self._streams:
             self._streams[stream] = torch.cuda.ExternalStream(stream, device=self._index)
         with torch.cuda.stream(self._streams[stream]):
@@ -344,12 +369,13 @@ class TritonLauncher:
                     num_warps=settings.warps,
                 )
 
-    def _load(self) -> None:
+    def _load(self) -> tuple[Any, Any]:
         try:
             import torch
 
-            from slipstream.transfer.cuda import kernel
+            kernel: Any = importlib.import_module("slipstream.transfer.cuda.kernel")
         except ImportError as error:
             raise MissingExtra("triton", "gpu") from error
         torch.cuda.set_device(self._index)
-        self._torch, self._kernel = torch, kernel
+        self._modules = torch, kernel
+        return self._modules

@@ -14,15 +14,15 @@ Imported when the first copy by kernel is made: needs triton.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 
 @triton.jit(do_not_specialize=["runs", "pairs", "chunks", "shift"])
 def move_equal(
     source_at, destination_at, lists_at, runs, pairs, chunks, shift, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    # lists_at: `runs` source offsets, then as many destination offsets, int32, in units of 1 << shift bytes (shift >= 4).
+    # lists_at: `runs` source offsets, then as many destination offsets, int32, in units of 1 << shift (>= 4) bytes.
     # pairs: 16-byte words of a run. A tile is ROWS runs of COLUMNS 8-byte words; `chunks` tiles in a row make a run.
     source = source_at.to(tl.pointer_type(tl.int64))
     destination = destination_at.to(tl.pointer_type(tl.int64))

@@ -7,8 +7,8 @@ preflights write, behind that a seal, and last a scratch area that peers may fil
     pages | probe | seal | scratch
 
 A peer that has mapped the pool reads the seal through its mapping before it writes a byte: it holds the generation,
-a number drawn for this allocation, and the sizes. So neither a stale handle, nor another allocation at the same address,
-nor a mapping that starts elsewhere can be taken for the pool.
+a number drawn for this allocation, and the sizes. So neither a stale handle, nor another allocation at the same
+address, nor a mapping that starts elsewhere can be taken for the pool.
 """
 
 from __future__ import annotations
@@ -156,7 +156,8 @@ class DeviceMemory:
 class PinnedMemory:
     """Host memory that the GPU reads and writes at PCIe speed; `array` is its bytes, `address` the same for both.
 
-    Allocated here, or given: memory of other origin, such as a shared mapping, is pinned in place and stays its owner's.
+    Allocated here, or given: memory of other origin, such as a shared mapping, is pinned in place and remains its
+    owner's.
     """
 
     def __init__(self, device: Device, size: int, given: NDArray[np.uint8] | None = None) -> None:
@@ -165,7 +166,7 @@ class PinnedMemory:
         device.use()
         if given is None:
             self.address = device.allocate_pinned(size)
-            self.array: NDArray[np.uint8] = np.frombuffer((ctypes.c_uint8 * size).from_address(self.address), np.uint8)
+            self.array: NDArray[np.uint8] = _view(self.address, size)
         else:
             self.address = int(given.ctypes.data)
             self.array = given
@@ -180,6 +181,11 @@ class PinnedMemory:
                 self._device.free_pinned(address)
             else:
                 self._device.unpin(address)
+
+
+def _view(address: int, size: int) -> NDArray[np.uint8]:
+    memory: Any = (ctypes.c_uint8 * size).from_address(address)
+    return np.frombuffer(memory, np.uint8)
 
 
 def _up(value: int, multiple: int) -> int:

@@ -25,8 +25,9 @@ _BLOCK = 16384  # runs looked at together, so that they are still in the cache f
 
 
 class Survey(NamedTuple):
-    """What is known of a batch: `length` of all runs, 0 when they differ; `alignment` is the largest power of two, up
-    to 4096, that divides all offsets and, when they are equal, the length; `total` bytes; no offset is above `reach`."""
+    """What is known of a batch: the `length` of all runs, 0 when they differ; `alignment`, the largest power of two, up
+    to 4096, that divides all offsets and, when they are equal, the length; `total` bytes; `reach`, the size of the
+    larger region."""
 
     length: int
     alignment: int
@@ -119,18 +120,28 @@ class CopyCosts:
         return self.engine_run / gain if gain > 0 else math.inf
 
 
-def costs_from_times(
-    kernel_small: float, kernel_large: float, engine_small: float, engine_many: float, engine_few: float, sizes: Sizes
-) -> CopyCosts:
-    """Solves the five costs from five measured times.
+class Sizes(NamedTuple):
+    """What the five measurements move: `small` bytes a run in small ones, `many` of them in one batch; `large` bytes in
+    large ones, in `few` runs by the engine."""
 
-    `kernel_small` and `engine_small` move one run of `sizes.small` bytes; the others move `sizes.large` bytes each,
-    in one run a kernel batch, `sizes.many` and `sizes.few` runs by the engine. Noise never makes a cost negative.
+    small: int
+    many: int
+    large: int
+    few: int
+
+
+def costs_from_times(
+    kernel_small: float, kernel_large: float, engine_small: float, engine_many: float, engine_large: float, sizes: Sizes
+) -> CopyCosts:
+    """Solves the five costs from five measured times, of which the small ones are of one run of `sizes.small` bytes.
+
+    Noise never makes a cost negative.
     """
-    span = sizes.large - sizes.small
-    engine_run = max((engine_many - engine_few) / (sizes.many - sizes.few), 0.0)
-    engine_byte = max((engine_few - engine_small - (sizes.few - 1) * engine_run) / span, 1e-15)
-    kernel_byte = max((kernel_large - kernel_small) / span, 1e-15)
+    kernel_byte = max((kernel_large - kernel_small) / (sizes.large - sizes.small), 1e-15)
+    each = (engine_many - engine_small) / (sizes.many - 1)  # one more small run: engine_run + small * engine_byte
+    whole = engine_large - engine_small - (sizes.few - 1) * each
+    engine_byte = max(whole / (sizes.large - sizes.few * sizes.small), 1e-15)
+    engine_run = max(each - sizes.small * engine_byte, 0.0)
     return CopyCosts(
         kernel_start=max(kernel_small - sizes.small * kernel_byte, 0.0),
         kernel_byte=kernel_byte,
@@ -138,15 +149,6 @@ def costs_from_times(
         engine_run=engine_run,
         engine_byte=engine_byte,
     )
-
-
-class Sizes(NamedTuple):
-    """What the five measurements move."""
-
-    small: int
-    large: int
-    many: int
-    few: int
 
 
 class Division(NamedTuple):

@@ -35,7 +35,7 @@ class Runtime:
 
     def __init__(self) -> None:
         try:
-            from cuda.bindings import driver, runtime
+            from cuda.bindings import driver, runtime  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise MissingExtra("cuda-bindings", "gpu") from error
         self.cudart: Any = runtime
@@ -104,7 +104,7 @@ class Device:
         if "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", ""):
             return True
         try:
-            import pynvml
+            import pynvml  # pyright: ignore[reportMissingImports]
         except ImportError:
             return False
         bus = self._call("cudaDeviceGetPCIBusId", 32, self.index)
@@ -171,7 +171,7 @@ class Device:
         return bytes(self._call("cudaIpcGetMemHandle", address).reserved)
 
     def open_handle(self, handle: bytes) -> int:
-        """Maps another process's allocation into this device's address space. The exporter's GPU need not be visible."""
+        """Maps another process's allocation for this device. The exporter's GPU need not be visible."""
         cudart = self._runtime.cudart
         opened = cudart.cudaIpcMemHandle_t()
         opened.reserved = handle

@@ -1,10 +1,10 @@
 """Copies between the pools of two GPUs of one machine, each mapped into the other's address space.
 
-The pool is one allocation of our own (`transfer.cuda.memory`). Its exporter hands the IPC handle through a door to peers
-that are admitted; the importer opens it with its own GPU current, so that the copy engine and any kernel of that GPU may
-read and write the mapping, and checks extent, generation and sizes before anything else. Then it measures what a copy
-costs on this pair, once. A batch of runs is copied as `transfer.cuda.copier` says; an event behind it is its end; the
-mover sleeps until that is due.
+The pool is one allocation of our own (`transfer.cuda.memory`). Its exporter hands the IPC handle through a door to
+peers that are admitted; the importer opens it with its own GPU current, so that the copy engine and any kernel of that
+GPU may read and write the mapping, and checks extent, generation and sizes before anything else. Then it measures what
+a copy costs on this pair, once. A batch of runs is copied as `transfer.cuda.copier` says; an event behind it is its
+end; the mover sleeps until that is due.
 
 Why IPC handles and not descriptors of virtual memory: a handle is 64 bytes, opens without rights over the other process
 and also when the exporter's GPU is not visible to the importer, and the memory under it stays until the importer closes
@@ -42,7 +42,8 @@ from slipstream.transfer.transports.door import Address, knock
 
 logger = logging.getLogger(__name__)
 
-_SOONEST_S = 20e-6  # between two looks at copies that are due
+_AWAKE_S = 60e-6  # around the moment when a copy is due the mover looks again at once: falling asleep costs as much
+_SOONEST_S = 20e-6  # later, between two looks
 _LATEST_S = 1e-3
 
 
@@ -160,8 +161,8 @@ class CudaIpcTransport:
         seal = handle.seal
         if (seal.region_bytes, seal.page_bytes) != (exports.bytes, exports.page_bytes):
             raise RouteUnavailable(
-                f"the peer announced {exports.bytes} bytes in pages of {exports.page_bytes}, its pool has {seal.region_bytes} in "
-                f"pages of {seal.page_bytes}"
+                f"the peer announced {exports.bytes} bytes in pages of {exports.page_bytes}, its pool has "
+                f"{seal.region_bytes} in pages of {seal.page_bytes}"
             )
         if handle.process == process_name():
             reason = self._device.reach_peer(handle.device)
@@ -186,7 +187,7 @@ class CudaIpcTransport:
         needed = remote.seal.scratch_offset + remote.seal.scratch_bytes
         if start != remote.address or size < needed:
             raise RouteUnavailable(
-                f"the mapping holds {size} bytes from {start:#x}, the pool should hold {needed} from {remote.address:#x}"
+                f"the mapping is {size} bytes from {start:#x}, the pool should be {needed} from {remote.address:#x}"
             )
         try:
             found = read_seal(self._device, remote.address, remote.bytes)
@@ -207,15 +208,18 @@ class CudaIpcTransport:
         return f"{reason}; {peer}" if peer else f"{reason}; the processes may have separate IPC namespaces"
 
     def _learn(self, remote: CudaRemote) -> None:
-        """Compiles the kernels for this pool's pages and measures copies both ways, between the scratch areas."""
+        """Compiles the kernels for this pool's pages and measures copies both ways, into the scratch areas."""
         copier: Copier = self._copiers(self._device, self._settings)
         try:
             copier.prepare(remote.address, {remote.seal.page_bytes >> halving for halving in range(4)})
-            here = self._region.address + self._seal.scratch_offset
-            there = remote.address + remote.seal.scratch_offset
-            size = min(self._seal.scratch_bytes, remote.seal.scratch_bytes)
-            remote.costs = copier.measure(here, there, size, time.perf_counter)
-            remote.read_costs = copier.measure(there, here, size, time.perf_counter)
+            mine, theirs = (self._region.address, self._seal), (remote.address, remote.seal)
+            for name, (source_at, source), (to, target) in (
+                ("costs", mine, theirs),
+                ("read_costs", theirs, mine),
+            ):
+                scratch = to + target.scratch_offset, target.scratch_bytes
+                costs = copier.measure(source_at, source.region_bytes, *scratch, time.perf_counter)
+                setattr(remote, name, costs)
         except CudaError as error:
             raise RouteUnavailable(f"copies to the peer's memory fail: {error}") from error
         except MissingExtra as error:
@@ -298,8 +302,11 @@ class CudaIpcTransport:
         if self._done:
             self._alarm.set(0)
         elif self._flights:
-            first = next(iter(self._flights.values())).due
-            self._alarm.set(first - now if first > now else min(max((now - first) / 4, _SOONEST_S), _LATEST_S))
+            late = now - next(iter(self._flights.values())).due
+            if late < -_AWAKE_S:
+                self._alarm.set(-late - _AWAKE_S / 2)
+            else:
+                self._alarm.set(0 if late < _AWAKE_S else min(max(late / 4, _SOONEST_S), _LATEST_S))
         else:
             self._lane_due = 0.0
 
