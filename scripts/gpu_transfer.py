@@ -189,8 +189,8 @@ def interference(folder: str) -> None:
         square = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
         loops[side, "memory"] = _graph(torch, device, lambda w=weights, v=vector: w @ v, 20)
         loops[side, "matmul"] = _graph(torch, device, lambda s=square: s @ s, 20)
-    alone = {name: statistics.median(run() for _ in range(5)) for name, run in loops.items()}
-    results.add(alone_ms={f"{side} {loop}": round(1e3 * seconds, 3) for (side, loop), seconds in alone.items()})
+    first = {" ".join(name): round(1e3 * statistics.median(run() for _ in range(5)), 3) for name, run in loops.items()}
+    results.add(alone_ms=first)
     plans = [
         ("kernel", CopySettings(programs=p, streams=1), kernel_only, 32 << 10) for p in (4, 8, 16, 24, 32, 64, 132)
     ]
@@ -199,12 +199,13 @@ def interference(folder: str) -> None:
         for direction in ("push", "pull"):
             rates, slower = {}, {}
             for name, run in loops.items():
+                alone = statistics.median(run() for _ in range(3))  # anew each time: clocks wander
                 with _Pusher(pools, settings, costs, page, direction) as pusher:
                     time.sleep(0.02)
                     pusher.moved, began = 0, time.perf_counter()
                     seconds = statistics.median(run() for _ in range(5))
                     rates[" ".join(name)] = round(pusher.moved / (time.perf_counter() - began) / 1e9, 1)
-                slower[" ".join(name)] = round(100 * (seconds / alone[name] - 1), 2)
+                slower[" ".join(name)] = round(100 * (seconds / alone - 1), 2)
             programs = settings.programs if way == "kernel" else 0
             results.add(way=way, programs=programs, direction=direction, slower_percent=slower, gbps=rates)
 

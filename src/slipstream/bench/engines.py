@@ -42,7 +42,7 @@ class Engine(Protocol):
     def meet(self, peer: bytes) -> None: ...
 
     def fileno(self) -> int:
-        """What has to be watched while this side only answers, -1 for nothing; when it is readable `serve` is called."""
+        """What to watch while this side only answers, -1 for nothing; when it is readable `serve` is called."""
         ...
 
     def serve(self) -> None: ...
@@ -181,7 +181,8 @@ class RawCopy:
         if self._cuda is None:
             move(*batch)
             return
-        self._device.copy(*batch, self._stream)
+        destination, source, size = batch
+        self._device.copy(destination, source, size, self._stream)
         self._device.record(self._event, self._stream)
 
     def finish(self) -> None:
@@ -240,7 +241,6 @@ class NixlEngine:
                 self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", local, self._kind),
                 self._agent.prep_xfer_dlist(self._name, remote, self._kind),
             )
-
         here, there = self._lists[page]
         verb = "WRITE" if direction == "push" else "READ"
         return verb, here, mine.astype(np.int32), there, theirs.astype(np.int32), b""

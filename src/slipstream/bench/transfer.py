@@ -3,7 +3,7 @@
 For every engine that exists here (slipstream's transports, the raw copy, the packages nixl and mooncake called
 directly) two fresh processes are started, each with a pool; pages of each size, scattered on both sides, and one
 contiguous block are moved in both directions. The receiver checks every byte, those that should not have changed too.
-This process only conducts: it passes the greetings on, asks for one case at a time, and kills a pair that does not answer.
+This process only conducts: it passes the greetings on, asks for one case at a time, and kills a pair that is silent.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class CopySettings:
     streams: batches that can run at the same time.
     """
 
-    programs: int = 32
+    programs: int = 64
     tile_bytes: int = 64 << 10
     warps: int = 16
     streams: int = 2
