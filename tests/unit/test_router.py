@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from tests.unit.toy_cluster import Cluster, toy_cluster, until, view
 from tests.unit.toy_worker import toy_answer, toy_request
 
@@ -22,6 +23,7 @@ from slipstream.errors import (
 )
 from slipstream.router import Router
 from slipstream.router.fetch import normalize
+from slipstream.router.metrics import RouterMetrics
 from slipstream.types import Tokens
 
 
@@ -496,6 +498,16 @@ async def test_metrics_count_what_happened(cluster: Cluster) -> None:
         "slipstream_router_queue_wait_seconds_count 3.0",
     ):
         assert line in text
+
+
+def test_every_metric_is_documented() -> None:
+    registry = CollectorRegistry()
+    RouterMetrics(registry, dict, dict)
+    text = (Path(__file__).parents[2] / "docs/routing.md").read_text()
+    names = {line.split()[2] for line in generate_latest(registry).decode().splitlines() if line.startswith("# HELP")}
+    names = {name for name in names if not name.endswith("_created")}
+    assert len(names) == 12
+    assert {name for name in names if name not in text} == set()
 
 
 async def test_two_routers_share_workers_without_knowing_of_each_other(cluster: Cluster) -> None:

@@ -177,6 +177,18 @@ async def test_a_worker_restarted_at_the_same_url_is_another_worker(cluster: Clu
     await cluster.settled()
 
 
+async def test_a_restarted_prefill_worker_is_told_whom_to_meet(cluster: Cluster) -> None:
+    router, p, d = await cluster.pair()
+    await p.kill()
+    successor = await cluster.restart(p)
+    await cluster.met([successor, d])
+    assert successor.met == [[d.info.wire]]
+    assert router.ready
+    request = toy_request("r")
+    assert await cluster.send(request).answer() == toy_answer(request)
+    assert [s.decode_at for s in successor.submitted] == [d.info.wire]
+
+
 # ---------------------------------------------------------------------------------------------------- cut links
 
 
@@ -319,9 +331,9 @@ async def test_a_failure_after_the_handover_is_not_the_requests(cluster: Cluster
 
 
 def step(
-    index: int, ids: list[int], attempt: int = 0, request: str = "r", finish: str | None = None
+    index: int, ids: list[int], attempt: int = 0, request: str = "r", finish: FinishReason | None = None
 ) -> wire.StepOutput:
-    return wire.StepOutput(tokens=[Tokens(request, attempt, index, ids, finish=finish)])  # type: ignore[arg-type]
+    return wire.StepOutput(tokens=[Tokens(request, attempt, index, ids, finish=finish)])
 
 
 async def test_repeated_tokens_are_delivered_once(cluster: Cluster) -> None:
@@ -384,7 +396,8 @@ async def test_a_first_token_that_never_comes_is_a_gap(cluster: Cluster) -> None
     await cluster.settled()
 
 
-async def test_a_first_token_lost_with_its_worker_is_made_again(cluster: Cluster) -> None:
+@pytest.mark.parametrize("end", ["kill", "cut"])
+async def test_a_first_token_lost_with_its_worker_is_made_again(cluster: Cluster, end: str) -> None:
     router, ps, ds = await cluster.two_pairs()
     request, client = await held_at(cluster, "commit", ps, ds)
     victim = next(p for p in ps if p.submitted)
@@ -394,8 +407,14 @@ async def test_a_first_token_lost_with_its_worker_is_made_again(cluster: Cluster
     client.ids.clear()
     d.say(wire.Adopted(request="r", attempt=0))
     await until(lambda: life.stage == "decode")
-    await victim.kill()
-    await until(lambda: view(router, victim).state != "live")
+    if end == "kill":
+        await victim.kill()
+        await until(lambda: view(router, victim).state != "live")
+    else:
+        link = router._fleet.find(victim.url).link
+        victim.cut_routers()
+        await until(lambda: all(worker.link is not link for worker in router._fleet.linked()))
+        await until(lambda: view(router, victim).state == "live")
     assert life.attempt == 0
     d.say(step(1, toy_answer(request)[1:2]))
     release(*ps, *ds)

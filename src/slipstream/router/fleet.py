@@ -113,6 +113,7 @@ class Fleet:
         """Takes a worker out at once; requests that are there are told through `worker_down`."""
         if self.workers.pop(worker.url, None) is None:
             return
+        worker.leaving = True
         task = asyncio.create_task(worker.stop())
         self._stopping.add(task)
         task.add_done_callback(self._stopping.discard)
@@ -207,7 +208,7 @@ class Fleet:
 
     def down(self, worker: RemoteWorker, reason: str) -> None:
         self._by_id.pop(worker.id, None)
-        logger.warning("%s lost: %s", worker.label, reason)
+        logger.log(logging.INFO if worker.leaving else logging.WARNING, "%s lost: %s", worker.label, reason)
         for other in self._by_id.values():
             other.met.pop(worker.wire_address, None)
         self._refused_pairs = {pair for pair in self._refused_pairs if worker.id not in pair}

@@ -128,7 +128,6 @@ class Router:
             self._lives.leave(worker)
             self.fleet_changed()
         else:
-            worker.leaving = True
             self._fleet.forget(worker)
         return self._view(worker)
 
