@@ -209,6 +209,10 @@ class GpuDirect(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return None if self.peermem is None or self.dma_buf is None else False
 
 
+class _Head(msgspec.Struct):
+    format: str
+
+
 class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="format", tag=FORMAT):
     """One machine. `levels[a][b]` holds the level of a pair once, under either name; ask with `level`.
 
@@ -254,4 +258,5 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
     @staticmethod
     def from_json(data: bytes | str) -> Machine:
         """Raises msgspec.ValidationError (or DecodeError) when `data` is no snapshot of this format."""
+        msgspec.json.decode(data, type=_Head)  # the tag alone may be missing
         return msgspec.json.decode(data, type=Machine)
