@@ -1,0 +1,144 @@
+"""Gives requests to workers: chooses, charges the standings, submits; and takes the charges back.
+
+After a Failed that speaks of the other worker of the pair, that worker is suspected until it answers a Ping: either its
+Pong or the end of its link follows at once, and no request is sent into the grave of a worker whose death its peer has
+seen first.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+
+from slipstream import wire
+from slipstream.config import RouterConfig
+from slipstream.errors import ContextTooLong, NoWorkers
+from slipstream.router.fleet import Fleet
+from slipstream.router.life import Life
+from slipstream.router.metrics import RouterMetrics
+from slipstream.router.place import NOTHING_TO_AVOID, Avoid, Placement, Prompt, place
+from slipstream.router.remote import RemoteWorker
+from slipstream.types import Request, Role
+
+logger = logging.getLogger(__name__)
+
+
+class Assignment:
+    """The placing of one router's requests. What is charged to a standing is in `Life.charged` and `Life.decode`."""
+
+    def __init__(self, fleet: Fleet, config: RouterConfig, metrics: RouterMetrics) -> None:
+        self._fleet = fleet
+        self._strict = config.strict_roles
+        self._metrics = metrics
+        self._suspects: dict[str, int] = {}  # worker id -> the ping that clears it
+        self._borrowing: set[Role] = set()
+        self._turns = 0
+
+    # ------------------------------------------------------------------------------------------ giving
+
+    def choose(self, prompt: Prompt, avoid: Avoid = NOTHING_TO_AVOID) -> Placement | None:
+        """The best pair now; None when there is none."""
+        standings = self._fleet.standings()
+        for standing in standings:
+            standing.usable = standing.usable and standing.id not in self._suspects
+        return place(
+            prompt,
+            standings,
+            self._fleet.can_meet,
+            borrow_prefill=not self._strict and self._fleet.may_borrow("prefill"),
+            borrow_decode=not self._strict and self._fleet.may_borrow("decode"),
+            avoid=avoid,
+        )
+
+    def place(self, life: Life) -> bool:
+        """Submits a request to the best pair; False when there is none."""
+        placement = self.choose(life.prompt(), life.avoid)
+        if placement is None:
+            return False
+        p, d = self._fleet.by_id(placement.prefill), self._fleet.by_id(placement.decode)
+        assert p is not None
+        assert d is not None
+        self._count(life, placement, p, d)
+        life.begin(placement)
+        self._charge(placement, p, d)
+        p.send(wire.Submit(request=life.submission(), decode_at=None if placement.local else d.wire_address))
+        return True
+
+    def _charge(self, placement: Placement, p: RemoteWorker, d: RemoteWorker) -> None:
+        assert p.standing is not None
+        assert d.standing is not None
+        self._turns += 1
+        p.standing.prefill_tokens += placement.to_compute
+        d.standing.sequences += 1
+        p.standing.chosen = d.standing.chosen = self._turns
+
+    def _count(self, life: Life, placement: Placement, p: RemoteWorker, d: RemoteWorker) -> None:
+        self._metrics.placements.labels(p.label, d.label).inc()
+        if life.resubmissions == 0:
+            self._metrics.queue_wait.observe(time.monotonic() - life.since)
+            self._metrics.prompt_tokens.inc(len(life.request.prompt_ids))
+        role = placement.borrowed
+        if role is not None:
+            self._metrics.borrowed.labels(role).inc()
+            if role not in self._borrowing:
+                logger.warning("no %s worker is usable: %s does that work too until one is back", role, p.label)
+                self._borrowing.add(role)
+        elif self._borrowing:
+            logger.info("workers of every role are usable again; nothing is borrowed any more")
+            self._borrowing.clear()
+
+    # ------------------------------------------------------------------------------------------ taking back
+
+    def discharge_prefill(self, life: Life) -> None:
+        """Its prompt is computed, or will not be."""
+        if life.charged:
+            worker = self._fleet.by_id(life.prefill)
+            if worker is not None and worker.standing is not None:
+                worker.standing.prefill_tokens -= life.charged
+            life.charged = 0
+
+    def discharge(self, life: Life) -> None:
+        """It leaves its workers."""
+        self.discharge_prefill(life)
+        worker = self._fleet.by_id(life.decode)
+        if worker is not None and worker.standing is not None:
+            worker.standing.sequences -= 1
+
+    # ------------------------------------------------------------------------------------------ suspects
+
+    def suspect(self, worker_id: str) -> None:
+        worker = self._fleet.by_id(worker_id)
+        if worker is not None and worker_id not in self._suspects:
+            self._suspects[worker_id] = worker.ping()
+
+    def cleared(self, worker_id: str, ping: int) -> bool:
+        """Whether this answered ping ends a suspicion."""
+        if self._suspects.get(worker_id, ping + 1) > ping:
+            return False
+        del self._suspects[worker_id]
+        return True
+
+    def forget(self, worker_id: str) -> None:
+        self._suspects.pop(worker_id, None)
+
+    # ------------------------------------------------------------------------------------------ refusals
+
+    def too_long(self, request: Request) -> ContextTooLong | None:
+        lengths = [w.info.max_model_len for w in self._fleet.linked() if w.info is not None and w.usable]
+        prompt, answer = len(request.prompt_ids), request.sampling.max_tokens
+        if not lengths or prompt + answer <= min(lengths):
+            return None
+        return ContextTooLong(
+            f"the prompt has {prompt} tokens and max_tokens is {answer}, together {prompt + answer}; this model's "
+            f"context is {min(lengths)} tokens here. Shorten the prompt or lower max_tokens.",
+            param="max_tokens",
+        )
+
+    def no_workers(self) -> NoWorkers:
+        found = Counter((w.role, w.state) for w in self._fleet.workers.values())
+        seen = ", ".join(f"{count} {role} {state}" for (role, state), count in sorted(found.items())) or "none"
+        return NoWorkers(
+            f"no pair of workers can serve this request now. Registered workers: {seen}. Try again in a moment; "
+            "the operator finds the reasons in the log and under /workers."
+        )
