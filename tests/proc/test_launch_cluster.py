@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tests.proc.programs import LIMIT_S, SMALL, Program, Server, alive, serving, until
