@@ -94,7 +94,7 @@ def choices(machine: Machine, rename: dict[str, str] | None = None) -> bytes:
     return text.encode()
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.integers(0, 10**9))
 def test_levels_are_symmetric_and_choices_are_too(seed: int) -> None:
     machine = Sketch(seed).machine()
@@ -107,7 +107,7 @@ def test_levels_are_symmetric_and_choices_are_too(seed: int) -> None:
             assert choose.pair(machine, a, b).paths == choose.pair(machine, b, a).paths
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.integers(0, 10**9))
 def test_renaming_devices_renames_the_choices_and_nothing_else(seed: int) -> None:
     sketch = Sketch(seed)
@@ -118,14 +118,14 @@ def test_renaming_devices_renames_the_choices_and_nothing_else(seed: int) -> Non
     assert choices(sketch.machine(rename), rename) == choices(sketch.machine())
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(0, 10**9))
 def test_the_order_of_devices_changes_no_choice(seed: int) -> None:
     sketch = Sketch(seed)
     assert choices(sketch.machine(reverse=True)) == choices(sketch.machine())
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.integers(0, 10**9), st.sampled_from(DEAD))
 def test_a_near_nic_that_cannot_be_used_changes_no_choice(seed: int, kind: str) -> None:
     sketch = Sketch(seed)
@@ -135,7 +135,7 @@ def test_a_near_nic_that_cannot_be_used_changes_no_choice(seed: int, kind: str) 
     assert choices(sketch.machine()) == before
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.integers(0, 10**9))
 def test_every_refused_nic_has_its_reasons_and_none_is_offered(seed: int) -> None:
     machine = Sketch(seed).machine()

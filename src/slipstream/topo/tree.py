@@ -7,7 +7,7 @@ short and non-blocking; a file that is missing, unreadable or answers EINVAL (em
 from __future__ import annotations
 
 import os
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Protocol
 
 _LIMIT = 1 << 18
@@ -87,10 +87,12 @@ class ListTree:
         }
         self._links = {path: value[len(_LINK) :] for path, value in files.items() if value.startswith(_LINK)}
         self._folders: dict[str, set[str]] = {}
+        self._real: dict[str, str] = {}
         for path in (*self._files, *self._links):
-            parts = PurePosixPath(path).parts
-            for i in range(1, len(parts)):
-                self._folders.setdefault(str(PurePosixPath(*parts[:i])), set()).add(parts[i])
+            folder, _, name = path.rpartition("/")
+            while name:
+                self._folders.setdefault(folder or "/", set()).add(name)
+                folder, _, name = folder.rpartition("/")
 
     @staticmethod
     def parse(text: str) -> ListTree:
@@ -109,20 +111,27 @@ class ListTree:
         return real in self._files or real in self._folders
 
     def real(self, path: str) -> str:
-        for _ in range(_MAX_HOPS):
-            followed = self._follow(path)
-            if followed == path:
-                break
-            path = followed
-        return path
+        if path in self._files:
+            return path
+        if path not in self._real:
+            real = path
+            for _ in range(_MAX_HOPS):
+                followed = self._follow(real)
+                if followed == real:
+                    break
+                real = followed
+            self._real[path] = real
+        return self._real[path]
 
     def _follow(self, path: str) -> str:
-        parts = PurePosixPath(path).parts
-        for i in range(2, len(parts) + 1):
-            head = str(PurePosixPath(*parts[:i]))
+        end = path.find("/", 1)
+        while self._links:
+            head = path if end < 0 else path[:end]
             if head in self._links:
-                joined = os.path.join(os.path.dirname(head), self._links[head], *parts[i:])
-                return os.path.normpath(joined)
+                return os.path.normpath(os.path.join(os.path.dirname(head), self._links[head], path[len(head) + 1 :]))
+            if end < 0:
+                break
+            end = path.find("/", end + 1)
         return path
 
     def may_open(self, path: str) -> bool | None:
