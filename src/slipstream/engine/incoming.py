@@ -8,6 +8,7 @@ no copy; the others are reserved: nobody else gets them before the machine of th
 from __future__ import annotations
 
 import bisect
+import logging
 from collections.abc import Callable
 
 from slipstream import wire
@@ -15,6 +16,8 @@ from slipstream.engine.effects import Outbox
 from slipstream.engine.scheduler import Scheduler, Verdict
 from slipstream.kv.pages import PageAccount, PageState
 from slipstream.transfer.protocol import Adopt, DestinationAction, DestinationHandoff, DestinationState, Free, Send
+
+logger = logging.getLogger(__name__)
 
 EARLY_GRANTS = 0.25  # share of max_sequences that may be granted beyond those that have a row
 
@@ -92,20 +95,20 @@ class Incoming:
 
     # -------------------------------------------------------------------------------------------------- from the peer
 
-    def offer(self, peer: str, offer: wire.Offer, refusal: tuple[str, str] | None) -> Arrival | None:
-        """Takes note of an offer; `refusal` is why nothing at all is taken now. None when it was refused."""
+    def offer(self, peer: str, offer: wire.Offer, refusal: tuple[str, str] | None) -> None:
+        """Takes note of an offer, to be granted when there is room; `refusal` is why nothing at all is taken now."""
         handoff = DestinationHandoff(peer, offer)
         limit = min(offer.prompt_len + offer.max_tokens, self._max_model_len)
         arrival = Arrival(handoff, (offer.priority, self._scheduler.next_arrival()), limit)
         refusal = refusal or self._never(offer, limit)
         if refusal is not None:
             self._perform(arrival, handoff.refuse(*refusal))
-            return None
+            return
         if (peer, offer.xfer) in self._arrivals:
-            raise ValueError(f"peer {peer} used transfer number {offer.xfer} twice")
+            logger.error("%s offered transfer %d twice; the second offer is ignored", peer, offer.xfer)
+            return
         self._arrivals[peer, offer.xfer] = arrival
         bisect.insort(self.deferred, arrival, key=lambda a: a.key)
-        return arrival
 
     def _never(self, offer: wire.Offer, limit: int) -> tuple[str, str] | None:
         page_tokens = self._page_tokens
@@ -141,7 +144,8 @@ class Incoming:
             case wire.Released():
                 actions = arrival.handoff.on_released(message)
             case _:
-                raise TypeError(f"{type(message).__name__} is not a message from a source")
+                logger.warning("%s sent %s, which has no meaning from a source", peer, type(message).__name__)
+                return
         self._perform(arrival, actions)
 
     def lost(self, peer: str) -> None:

@@ -6,6 +6,7 @@ has failed, or has had its pages unpinned goes to the engine.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ from slipstream.transfer.protocol import (
     Unpin,
     release_of,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,8 @@ class Outgoing:
             case wire.Revoke():
                 actions = handoff.on_revoke(message)
             case _:
-                raise TypeError(f"{type(message).__name__} is not a message from a destination")
+                logger.warning("%s sent %s, which has no meaning from a destination", peer, type(message).__name__)
+                return
         self._perform(sequence, handoff, actions)
 
     def copied(self, xfer: int, failure: str | None) -> None:
