@@ -149,6 +149,7 @@ class TransferAgent:
         self._commands: deque[Callable[[], None]] = deque()
         self._peers: dict[str, _Peer] = {}
         self._writes: dict[tuple[str, int], _Write] = {}
+        self._written: set[str] = set()  # transports that got a write since they were last polled
         self._bell = Bell()
         self._closed = False
         self._running = True
@@ -339,6 +340,9 @@ class TransferAgent:
                 command()
             except Exception:
                 logger.exception("the transfer agent failed at a command")
+        written, self._written = self._written, set()
+        for name in written:  # saves a turn of the selector
+            self._collect(self._transports[name])
 
     def _collect(self, transport: Transport) -> None:
         for completion in transport.poll():
@@ -357,6 +361,7 @@ class TransferAgent:
         peer = self._peers[route.peer]
         peer.tickets += 1
         self._writes[route.transport, ticket] = _Write(peer, ended)
+        self._written.add(route.transport)
 
     # jobs
 

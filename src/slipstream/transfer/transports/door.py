@@ -23,6 +23,7 @@ import select
 import socket
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 MAX_MESSAGE = 64 << 10
 MAX_STRANGERS = 64
+RETRY_S = 0.1  # after a failed accept (no descriptors left), which would fail again at once
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -126,6 +128,7 @@ class Door:
             connection, _ = self._listener.accept()
         except OSError as error:
             logger.warning("cannot accept a peer that wants this worker's memory: %s", error)
+            time.sleep(RETRY_S)
             return
         connection.setblocking(False)
         with self._lock:

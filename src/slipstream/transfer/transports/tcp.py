@@ -39,6 +39,7 @@ from slipstream.transfer.transports.tcp_frames import (
     PIECE,
     receive_exactly,
     send_vectors,
+    tune,
 )
 from slipstream.transfer.transports.tcp_receiver import Receiver
 
@@ -321,8 +322,7 @@ def _connect(peer: Listening, agent: str) -> socket.socket:
     except OSError as error:
         raise RouteUnavailable(f"cannot connect to {where}: {error.strerror or error}") from error
     try:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        tune(sock)
         name = agent.encode()
         sock.sendall(GREETING.pack(MAGIC, peer.token, len(name)) + name)
         answer = memoryview(bytearray(len(MAGIC)))

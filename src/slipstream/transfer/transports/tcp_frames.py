@@ -11,6 +11,7 @@ that the end of the stream tells the sender that nothing more of it can arrive.
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import struct
 from collections.abc import Sequence
@@ -22,6 +23,21 @@ ANSWER = struct.Struct("<QH")
 MAX_NAME = 256
 MAX_RUNS = 1000  # one piece is one sendmsg: its vectors, the header and the table stay below IOV_MAX (1024)
 MAX_PIECE = 1 << 30
+LOOPBACK_BUFFER = 512 << 10
+
+
+def tune(sock: socket.socket) -> None:
+    """Sets up a connected stream.
+
+    On loopback there is no delay that buffers would have to bridge: small ones leave the bytes in the processor's cache
+    between the two copies (64 MiB in pages of 512 KiB on two busy cores: 3.7 to 4.3 GB/s at best against 1.8 to 2.2
+    with those that the kernel grows). Elsewhere the kernel knows better.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if ipaddress.ip_address(sock.getpeername()[0].partition("%")[0]).is_loopback:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOOPBACK_BUFFER)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, LOOPBACK_BUFFER)
 
 
 def receive_exactly(sock: socket.socket, buffer: memoryview) -> bool:

@@ -13,6 +13,7 @@ import logging
 import secrets
 import socket
 import threading
+import time
 from concurrent.futures import Future
 
 import numpy as np
@@ -27,12 +28,14 @@ from slipstream.transfer.transports.tcp_frames import (
     PIECE,
     receive_exactly,
     receive_vectors,
+    tune,
 )
 
 logger = logging.getLogger(__name__)
 
 MAX_STRANGERS = 64
 GREETING_S = 5.0
+RETRY_S = 0.1  # after a failed accept (no descriptors left), which would fail again at once
 
 
 class _Incoming:
@@ -104,6 +107,7 @@ class Receiver:
             except OSError as error:
                 if not self._closing:
                     logger.warning("cannot accept a tcp transfer stream: %s", error)
+                    time.sleep(RETRY_S)
                 continue
             stream = _Incoming(sock, f"{address[0]}:{address[1]}")
             thread = threading.Thread(target=self._serve, args=(stream,), name="slipstream-tcp-in", daemon=True)
@@ -155,8 +159,7 @@ class Receiver:
             logger.warning("refused a tcp transfer stream from %s: %s", stream.label, reason)
             return False
         sock.settimeout(None)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        tune(sock)
         sock.sendall(MAGIC)
         return True
 
