@@ -28,7 +28,7 @@ def test_the_seed_machine_is_reported_as_its_notes_describe_it(capsys: pytest.Ca
     text = " ".join(capsys.readouterr().out.split())
     assert "8 GPUs, 32 RDMA ports (4 active, 1 usable)" in text
     assert "mlx5_24/1 ACTIVE Ethernet 200 Gb/s eth0 GID 3" in text
-    assert "cannot be used (31)" in text
+    assert "left out (31)" in text
     assert "GPU6 mlx5_24/1 PIX GPUDirect" in text
     for i in (0, 1, 2, 3, 4, 5, 7):
         assert f"GPU{i} mlx5_24/1 NODE GPUDirect" in text

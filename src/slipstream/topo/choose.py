@@ -314,7 +314,7 @@ def _place(machine: Machine, nic: Nic) -> tuple[str, int]:
 def _handoff(machine: Machine, pairs: tuple[Pair, ...]) -> str:
     """One sentence: what the KV handoff inside this machine should use."""
     if not machine.gpus:
-        return "No GPU: workers on this machine share host memory (shm)."
+        return "No GPU shown: workers on one machine share host memory (shm)."
     if not pairs:
         return "One GPU: no handoff between GPUs inside this machine."
     best = {pair.best.way for pair in pairs}

@@ -125,7 +125,8 @@ def _headline(machine: Machine) -> str:
     ports, active, good = usable.count(port for _, port in machine.ports())
     unproven = sum(port.usable == "maybe-roce" for _, port in machine.ports())
     parts = [f"{_many(len(machine.gpus), 'GPU')}"]
-    parts.append(f"{_many(ports, 'RDMA port')} ({active} active, {good} usable{', GID not shown' if unproven else ''})")
+    states = f"{active} active, " if any(port.state for _, port in machine.ports()) else ""
+    parts.append(f"{_many(ports, 'RDMA port')} ({states}{good} usable{', GID not shown' if unproven else ''})")
     if machine.numa_nodes:
         parts.append(_many(sum(bool(node.cpus) for node in machine.numa_nodes), "NUMA node"))
     if machine.nics_hidden:
@@ -184,7 +185,7 @@ def _refused(plan: choose.Plan) -> str:
         name = port.nic if port.port is None else f"{port.nic}/{port.port}"
         groups.setdefault("; ".join(reason.text for reason in port.reasons), []).append(name)
     lines = [_wrap(f"{', '.join(sorted(names, key=levels.natural))}: {why}", "  ") for why, names in groups.items()]
-    return "\n".join([f"Network ports that cannot be used ({len(plan.refused)})", *lines]) if lines else ""
+    return "\n".join([f"Network ports left out ({len(plan.refused)})", *lines]) if lines else ""
 
 
 def _affinity(plan: choose.Plan) -> str:

@@ -149,7 +149,7 @@ def _judge_ethernet(port: Port) -> tuple[Usable, int | None, list[Finding], list
         return "no", None, reasons, cautions
     if not port.active and port.netdev_state != "UP":
         return "unknown", None, [Finding("state-not-shown", "port state is not shown")], cautions
-    reasons.append(Finding("gid-not-shown", "active, but no GID is shown: check the table before use"))
+    reasons.append(Finding("gid-not-shown", "no GID is shown: check the table before use"))
     return ("roce" if port.netdev and port.active else "maybe-roce"), None, reasons, cautions
 
 
