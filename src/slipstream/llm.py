@@ -31,6 +31,7 @@ from slipstream.front.tokenizer import Tokenizer, load_tokenizer
 from slipstream.launch.devices import this_machine
 from slipstream.launch.offline import Answer, Background, Bar, Completion
 from slipstream.launch.spec import Placement, place
+from slipstream.launch.watch import http_get
 from slipstream.router import Router
 from slipstream.settings import OFFLINE, nearest
 from slipstream.transfer.transports.local import Neighbourhood
@@ -78,23 +79,22 @@ class LLM:
 
     def _start(self, engine: EngineConfig, transfer: TransferConfig, placements: list[Placement], cores: int) -> None:
         self._tokenizer = load_tokenizer(engine.model, engine.tokenizer)
-        self._background = Background()
-        self._closing.callback(self._background.stop)
-        self._router = self._background.call(_started_router())
-        self._closing.callback(lambda router=self._router, loop=self._background: loop.call(router.stop()))
         threads = engine.threads or max(1, cores // len(placements))
-        workers = []
+        self._workers: list[Worker] = []
+        self._closing.callback(_stop_all, self._workers)
         neighbours = Neighbourhood()
         for placement in placements:
             config = msgspec.structs.replace(engine, device=placement.device, threads=threads)
             role = WorkerConfig(role=placement.role, name=placement.name)
             worker = Worker(config, role, transfer, neighbours=neighbours)
             worker.start()
-            self._closing.callback(worker.stop)
-            workers.append(worker)
-        for worker in workers:
-            self._background.call(_added(self._router, worker.info.http))
-        if not self._background.call(_paired(self._router, len(workers))):
+            self._workers.append(worker)
+        self._background = Background()
+        self._closing.callback(self._background.stop)
+        self._router = self._background.call(_started_router())
+        self._closing.callback(_stop_router, self._background, self._router)
+        self._background.call(_add(self._router, [worker.info.http for worker in self._workers]))
+        if not self._background.call(_paired(self._router, len(self._workers))):
             problems = [f"{w.name or w.url}: {w.problem}" for w in self._router.workers() if w.problem]
             raise EngineFailure(
                 "the workers of this LLM did not come together: " + "; ".join(problems or ["no reason"])
@@ -170,9 +170,18 @@ class LLM:
         conversation = messages_of(messages, template.source if template is not None else "")
         return self._tokenizer.encode(self._tokenizer.render_chat(conversation), add_special_tokens=False)
 
+    def routes(self) -> dict[tuple[str, str], str]:
+        """The transport in use from each worker to each other that it hands requests to, by their names."""
+        members = self._background.call(_describe(self._router))["workers"]
+        return {(m["name"], route["peer"]): route["transport"] for m in members for route in m["routes"]}
+
     def audit(self) -> dict[str, Any]:
-        """The router's and the workers' books; every `problems` is empty when they are right."""
-        return {"router": msgspec.to_builtins(self._background.call(_audited(self._router)))}
+        """The books of the router and of each worker by name; every `problems` is empty when they are right."""
+        books = {"router": msgspec.to_builtins(self._background.call(_audit(self._router)))}
+        for worker in self._workers:
+            _, body = http_get(worker.info.http, "/audit")
+            books[worker.info.name] = msgspec.json.decode(body)
+        return books
 
     # ---------------------------------------------------------------------------------------------- ending
 
@@ -276,11 +285,26 @@ async def _started_router() -> Router:
     return router
 
 
-async def _added(router: Router, url: str) -> None:
-    router.add_worker(url)
+def _stop_router(background: Background, router: Router) -> None:
+    background.call(router.stop())
 
 
-async def _audited(router: Router) -> Any:
+def _stop_all(workers: list[Worker]) -> None:
+    """Prefill workers first: a decode worker does not miss them."""
+    for worker in workers:
+        worker.stop()
+
+
+async def _add(router: Router, urls: list[str]) -> None:
+    for url in urls:
+        router.add_worker(url)
+
+
+async def _describe(router: Router) -> dict[str, Any]:
+    return router.describe()
+
+
+async def _audit(router: Router) -> Any:
     return router.audit()
 
 
@@ -303,7 +327,7 @@ def _configs(model: str, settings: dict[str, Any]) -> tuple[EngineConfig, Transf
     known = {setting.name for setting in OFFLINE if setting.section in given} - {"model"}
     for name, value in settings.items():
         if name not in known:
-            raise ConfigError(f"LLM has no setting {name!r}{nearest(name, known)}; see docs/configuration.md.")
+            raise ConfigError(f"LLM has no setting {name!r} (docs/configuration.md lists them){nearest(name, known)}")
         setting = OFFLINE[name]
         given[setting.section][name] = setting.check(value, f"LLM({name}=...)")
     return EngineConfig(**given["engine"]), TransferConfig(**given["transfer"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import http.client
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -33,7 +33,7 @@ class Watcher:
     def __init__(self, url: str, api_key: str, on_news: Callable[[], None]) -> None:
         self.latest = Snapshot()
         self.interval_s = 0.25
-        self._url = urlsplit(url)
+        self._url = url
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._on_news = on_news
         self._closed = threading.Event()
@@ -50,19 +50,22 @@ class Watcher:
 
     def _ask(self) -> Snapshot:
         try:
-            health, _ = self._get("/health")
-            status, body = self._get("/workers")
+            health, _ = http_get(self._url, "/health", self._headers)
+            status, body = http_get(self._url, "/workers", self._headers)
         except (OSError, http.client.HTTPException):
             return Snapshot()
         members = msgspec.json.decode(body, type=Members).workers if status == 200 else ()
         return Snapshot(True, health == 200, tuple(members))
 
-    def _get(self, path: str) -> tuple[int, bytes]:
-        assert self._url.hostname is not None
-        connection = http.client.HTTPConnection(self._url.hostname, self._url.port, timeout=ANSWER_S)
-        try:
-            connection.request("GET", path, headers=self._headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-        finally:
-            connection.close()
+
+def http_get(url: str, path: str, headers: Mapping[str, str] | None = None) -> tuple[int, bytes]:
+    """Status and body of a GET; no proxy, no redirects. Raises OSError or HTTPException."""
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=ANSWER_S)
+    try:
+        connection.request("GET", path, headers=dict(headers or {}))
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
