@@ -113,7 +113,7 @@ def test_tokenizing_imports_neither_torch_nor_transformers() -> None:
 # ------------------------------------------------------------------------------------------------- pre-tokenizer kinds
 
 
-def byte_level_metadata(kind: str, merges: list[str] | None = None, **more: Any) -> dict[str, Any]:
+def byte_level_metadata(kind: str, merges: list[str] | None = None) -> dict[str, Any]:
     """A byte vocabulary in which every word merges into as few tokens as the cut allows."""
     tokens = sorted(byte_of_symbol(), key=byte_of_symbol().__getitem__)
     merges = merges or []
@@ -126,7 +126,6 @@ def byte_level_metadata(kind: str, merges: list[str] | None = None, **more: Any)
         "tokenizer.ggml.merges": merges,
         "tokenizer.ggml.bos_token_id": len(tokens),
         "tokenizer.ggml.eos_token_id": len(tokens) + 1,
-        **more,
     }
 
 
@@ -162,7 +161,7 @@ def test_an_unknown_kind_is_refused_with_the_known_ones() -> None:
 def test_llama3_starts_its_prompts_with_the_begin_token_and_qwen2_does_not() -> None:
     assert tokenizer_gguf.build(byte_level_metadata("llama-bpe"), "x").add_bos
     assert not tokenizer_gguf.build(byte_level_metadata("qwen2"), "x").add_bos
-    said = byte_level_metadata("llama-bpe", **{"tokenizer.ggml.add_bos_token": False})
+    said = byte_level_metadata("llama-bpe") | {"tokenizer.ggml.add_bos_token": False}
     assert not tokenizer_gguf.build(said, "x").add_bos
 
 
@@ -176,14 +175,14 @@ def test_user_defined_tokens_are_whole_but_not_special() -> None:
 
 
 def test_recommended_sampling_is_read_from_the_metadata() -> None:
-    metadata = byte_level_metadata("qwen2", **{"general.sampling.temp": 0.6, "general.sampling.top_k": 20})
+    metadata = byte_level_metadata("qwen2") | {"general.sampling.temp": 0.6, "general.sampling.top_k": 20}
     assert tokenizer_gguf.build(metadata, "x").sampling == {"temperature": 0.6, "top_k": 20}
 
 
 # -------------------------------------------------------------------------------------------------------- SentencePiece
 
 
-def sentence_piece_metadata(**more: Any) -> dict[str, Any]:
+def sentence_piece_metadata() -> dict[str, Any]:
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     kinds = [2, 3, 3, *[6] * 256]
     scores = [0.0] * len(pieces)
@@ -203,7 +202,6 @@ def sentence_piece_metadata(**more: Any) -> dict[str, Any]:
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.unknown_token_id": 0,
-        **more,
     }
 
 

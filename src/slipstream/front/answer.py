@@ -27,12 +27,12 @@ from slipstream.types import FinishReason, Logprob, Request, SamplingParams, Tok
 class Choice:
     """One choice of the answer, and the sink of its engine request.
 
-    `part` is what nobody has taken yet. `over` is set with the last token, after a stop string, an error or an abort;
-    whatever comes then is ignored.
+    What it has said lies there until somebody takes it. `over` is set with the last token, after a stop string, an
+    error or an abort; whatever comes then is ignored.
     """
 
     __slots__ = (
-        "_answer", "_detokenizer", "_last", "cached_tokens", "completion_tokens", "index", "over", "part", "pending",
+        "_answer", "_detokenizer", "_last", "_part", "_pieces", "cached_tokens", "completion_tokens", "index", "over",
         "prompt", "request",
     )  # fmt: skip
 
@@ -50,17 +50,27 @@ class Choice:
         self.index = index
         self.prompt = prompt
         self.request = request
-        self.part = Part(first=True)
-        self.pending = 0  # messages in `part`
+        self._part = Part(first=True)  # not taken yet; its text is in pieces until then
+        self._pieces: list[str] = []
         self.over = False
         self.cached_tokens = 0
         self.completion_tokens = 0
 
     @property
     def sayable(self) -> bool:
-        """Whether `part` makes a chunk: a token may have no text yet."""
-        part = self.part
-        return bool(part.text or part.finish or part.marks or part.token_ids)
+        """Whether there is anything to take: a token may have no text yet."""
+        part = self._part
+        return bool(self._pieces or part.finish or part.marks or part.token_ids)
+
+    def take(self) -> Part:
+        """What has been said since the last call."""
+        part, pieces = self._part, self._pieces
+        if len(pieces) > 1:
+            self._answer.metrics.merged += len(pieces) - 1
+        part.text = pieces[0] if len(pieces) == 1 else "".join(pieces)
+        pieces.clear()
+        self._part = Part()
+        return part
 
     # ------------------------------------------------------------------------------------------ the router's calls
 
@@ -74,7 +84,6 @@ class Choice:
         self._count(t, answer)
         if not answer.telling.only_prompt:
             self._say(t)
-        self.pending += 1
         finish: FinishReason | None = t.finish
         if self._detokenizer.stopped is not None:
             finish = "stop"
@@ -82,8 +91,8 @@ class Choice:
             finish = "length"
         if finish is not None:
             self.over = True
-            self.part.text += self._detokenizer.finish()
-            self.part.finish = finish
+            self._add(self._detokenizer.finish())
+            self._part.finish = finish
             answer.ended(self, abort=t.finish is None)
         elif answer.telling.stream and self.sayable:
             answer.wake()
@@ -94,6 +103,10 @@ class Choice:
             self._answer.failed(e)
 
     # ------------------------------------------------------------------------------------------ inside
+
+    def _add(self, text: str) -> None:
+        if text:
+            self._pieces.append(text)
 
     def _count(self, t: Tokens, answer: Answer) -> None:
         now = time.monotonic()
@@ -113,9 +126,9 @@ class Choice:
         telling, ids = answer.telling, t.token_ids
         mute = 1 if t.stop_token is not None and not telling.include_stop else 0  # the stop token is no text
         if telling.logprobs is None and not mute:
-            self.part.text += detokenizer.feed(ids)
+            self._add(detokenizer.feed(ids))
         elif telling.logprobs is None:
-            self.part.text += detokenizer.feed(ids[:-1])
+            self._add(detokenizer.feed(ids[:-1]))
             if detokenizer.stopped is None:
                 detokenizer.skip()
         else:
@@ -123,16 +136,16 @@ class Choice:
         used = detokenizer.tokens - self.completion_tokens
         self.completion_tokens = detokenizer.tokens
         if telling.return_token_ids:
-            self.part.token_ids.extend(ids[:used])
+            self._part.token_ids.extend(ids[:used])
 
     def _say_marked(self, t: Tokens, audible: int) -> None:
-        detokenizer, part = self._detokenizer, self.part
+        detokenizer, part = self._detokenizer, self._part
         start = len(self.prompt.text) if self._answer.telling.echo else 0
         found: Sequence[Logprob | None] = t.logprobs or [None] * len(t.token_ids)
         for at, (token, logprob) in enumerate(zip(t.token_ids, found, strict=False)):
             part.marks.append(Mark(token, logprob, start + detokenizer.length))
             if at < audible:
-                part.text += detokenizer.feed((token,))
+                self._add(detokenizer.feed((token,)))
             else:
                 detokenizer.skip()
             if detokenizer.stopped is not None:
@@ -140,8 +153,8 @@ class Choice:
 
     def _echo(self, logprobs: Sequence[Logprob | None] | None) -> None:
         """The prompt itself, ahead of the answer; the first of its tokens has no log-probability."""
-        answer, part = self._answer, self.part
-        part.text += self.prompt.text
+        answer, part = self._answer, self._part
+        self._add(self.prompt.text)
         if answer.telling.logprobs is None:
             return
         ids = self.prompt.ids
@@ -270,10 +283,7 @@ class Answer:
         for choice in self.choices:
             if not choice.sayable:
                 continue
-            part = choice.part
-            self.metrics.merged += choice.pending - 1
-            choice.pending = 0
-            choice.part = Part()
+            part = choice.take()
             usage = self.usage() if self.telling.continuous_usage else None
             chunks.append(self.shape.chunk(choice.index, part, choice.prompt.ids, usage))
         return b"".join(chunks) if len(chunks) != 1 else chunks[0]
@@ -281,7 +291,7 @@ class Answer:
     def whole(self) -> dict[str, object]:
         """The complete answer as one JSON object."""
         root = self.shape.head()
-        root["choices"] = [self.shape.choice(c.index, c.part, c.prompt.ids, root) for c in self.choices]
+        root["choices"] = [self.shape.choice(c.index, c.take(), c.prompt.ids, root) for c in self.choices]
         root["usage"] = self.usage()
         return root
 

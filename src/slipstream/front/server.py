@@ -61,7 +61,7 @@ async def serve(
             lifespan="on",
             access_log=config.log_level == "debug",
             log_config=None,
-            log_level=config.log_level,
+            log_level="debug" if config.log_level == "debug" else "warning",
             server_header=False,
             date_header=True,
             timeout_keep_alive=75,

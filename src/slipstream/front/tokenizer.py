@@ -351,7 +351,8 @@ def _hub_folder(name: str) -> Path:
     except (OSError, ValueError) as error:  # the hub's own errors are OSErrors
         raise ModelError(
             f"the tokenizer of {name} is not in the hub's cache and cannot be fetched "
-            f"({type(error).__name__}: {error}). Download it where there is a network, or give a folder with --tokenizer"
+            f"({type(error).__name__}: {error}). "
+            "Download it where there is a network, or give a folder with --tokenizer"
         ) from error
 
 
