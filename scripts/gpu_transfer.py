@@ -4,8 +4,9 @@
 
 Steps: tests, kernel (programs, tile and warps of the copy kernel), interference (what transfers cost a loop that is
 bound by memory and one of matrix products, on either GPU), staging (to and from pinned memory), table (bench transfer
-of slipstream's engines), peers (the same for nixl and mooncake). Without a step: all. Results are printed as they come
-and written to FOLDER as JSON lines. Needs torch, triton, cuda-bindings; two GPUs for most of it.
+of slipstream's engines), flight (64 small batches under way), peers (the table beside nixl and mooncake). Without a
+step: all. Results are printed as they come and written to FOLDER. Needs torch, triton, cuda-bindings; two GPUs for most
+of it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
-STEPS = ("tests", "kernel", "interference", "staging", "table", "peers")
+STEPS = ("tests", "kernel", "interference", "staging", "table", "flight", "peers")
 
 
 def main() -> int:
@@ -34,7 +35,7 @@ def main() -> int:
     parser.add_argument("steps", nargs="*", metavar="STEP", help=", ".join(STEPS))
     parser.add_argument("--out", type=Path, default=Path("gpu-transfer"))
     parser.add_argument("--budget", type=float, default=500.0, help="seconds; later steps are left out or cut short")
-    parser.add_argument("--sizes", default="1K,8K,32K,128K,1M,2M", help="page sizes of the peers step")
+    parser.add_argument("--sizes", default="1K,4K,8K,32K,128K,512K,1M,2M", help="page sizes of the peers step")
     parser.add_argument("--engines", default="", help="engines of the peers step")
     parser.add_argument("--here", action="store_true", help="run one measuring step in this process")
     arguments = parser.parse_args()
@@ -74,6 +75,11 @@ def run_step(step: str, arguments: argparse.Namespace, left: float) -> int:
             "no:cacheprovider",
         ],
         "table": [*bench, "--engines", "raw,cuda_ipc", "--case-seconds", "0.15"],
+        "flight": [
+            *bench,
+            *("--engines", "cuda_ipc", "--batch", "16M", "--depth", "64"),
+            *("--sizes", "8K,32K,128K,2M", "--case-seconds", "0.15"),
+        ],
         "peers": [
             *bench,
             *("--engines", arguments.engines or "raw,cuda_ipc,nixl-best,nixl-sgl,mooncake"),
@@ -174,7 +180,11 @@ def _kernel_rate(torch: Any, launcher: Any, launches: list[Any], settings: Any, 
 
 
 def interference(folder: str) -> None:
-    """How much slower loops on either GPU run while pages of 32 KiB are pushed without a pause."""
+    """How much slower loops on either GPU run while pages of 32 KiB are moved without a pause.
+
+    "here" is the GPU whose kernel or copy engine moves the data, "there" the other: a push is read here and written
+    there, a pull the other way.
+    """
     from slipstream.transfer.cuda.copier import CopySettings
     from slipstream.transfer.cuda.plan import CopyCosts
 
@@ -182,7 +192,7 @@ def interference(folder: str) -> None:
     torch = pools.torch
     kernel_only, engine_only = CopyCosts(0.0, 0.0, 1.0, 1.0, 1.0), CopyCosts(1.0, 1.0, 0.0, 0.0, 0.0)
     loops = {}
-    for gpu, side in ((0, "sender"), (1, "receiver")):
+    for gpu, side in ((0, "here"), (1, "there")):
         device = f"cuda:{min(gpu, torch.cuda.device_count() - 1)}"
         weights = torch.randn(GIB // 4096, 4096, device=device, dtype=torch.bfloat16)  # 2 GiB, read once an iteration
         vector = torch.randn(4096, device=device, dtype=torch.bfloat16)

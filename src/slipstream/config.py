@@ -85,10 +85,18 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=1,
             le=1024,
-            description="Thread blocks of the kernel that copies pages between GPUs; more fill the link, fewer leave more "
-            "of the GPU to the model.",
+            description="Thread blocks of the kernel that copies pages between GPUs; more fill the link, fewer leave "
+            "more of the GPU to the model.",
         ),
     ] = 64
+    cuda_engine_preference: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="How many times longer than by its kernel cuda_ipc may take by the copy engine, which leaves "
+            "the GPU to the model; 1.2 sends pages of 1 MiB and more that way on NVLink.",
+        ),
+    ] = 1.0
     fake_seed: Annotated[int, Meta(description="Seed of the fake transport's trouble.")] = 0
     fake_trouble: Annotated[
         float, Meta(ge=0.0, le=1.0, description="Share of copies that the fake transport delays, reorders or loses.")

@@ -183,7 +183,7 @@ def test_a_copy_waits_for_the_work_before_its_event(ranks: tuple[Rank, Rank]):
 def test_costs_are_measured_and_of_a_plausible_order(ranks: tuple[Rank, Rank]):
     a, b = ranks
     remote = a.open(b)
-    print(remote.costs, remote.read_costs, "crossover", remote.costs.crossover)
+    print(remote.costs, remote.read_costs, "crossover", remote.costs.crossover())
     for costs in (remote.costs, remote.read_costs):
         assert 1e9 < 1 / costs.kernel_byte < 1e13
         assert 1e9 < 1 / costs.engine_byte < 1e13
@@ -217,7 +217,7 @@ OPTIONS = Options(memory=("cuda:0", "cuda:0"), sizes=(4096,), batch_bytes=64 << 
 
 def connect(children: list[Child], size: int) -> None:
     for child in children:
-        child.tell("make", engine="cuda_ipc", memory="cuda:0", bytes=size, programs=64)
+        child.tell("make", engine="cuda_ipc", memory="cuda:0", bytes=size, programs=64, depth=4)
     hellos = [child.hear("make", 90) for child in children]
     children[0].ask("meet", 30, hello=hellos[1]["hello"])
     children[1].ask("meet", 30, hello=hellos[0]["hello"])

@@ -84,10 +84,10 @@ def test_columns_of_different_lengths_are_refused():
 
 
 def test_the_crossover_is_where_both_ways_cost_the_same():
-    length = NVLINK.crossover
+    length = NVLINK.crossover()
     gain = length * (NVLINK.kernel_byte - NVLINK.engine_byte)
     assert gain == pytest.approx(NVLINK.engine_run)
-    assert CopyCosts(0, 1e-12, 0, 1e-6, 2e-12).crossover == math.inf
+    assert CopyCosts(0, 1e-12, 0, 1e-6, 2e-12).crossover() == math.inf
 
 
 def test_small_pages_go_by_the_kernel_and_blocks_by_the_engine():
@@ -116,6 +116,14 @@ def test_a_mixed_batch_is_divided_at_the_crossover():
     assert division.kernel is not None
     assert division.engine.tolist() == list(range(8))
     assert division.kernel.tolist() == list(range(8, 4008))
+
+
+def test_an_engine_that_is_preferred_may_be_slower():
+    pages = equal_runs(64, 1 << 20)
+    seen = survey(pages, 64 << 20, 64 << 20)
+    assert divide(pages, seen, NVLINK).kernel is None
+    assert divide(pages, seen, NVLINK, preference=1.2).engine is None
+    assert NVLINK.crossover(1.2) < 1 << 20 < NVLINK.crossover()
 
 
 def test_every_run_goes_exactly_one_way():

@@ -43,10 +43,11 @@ class Endpoint:
     def serve(self) -> None:
         self._engine.serve()
 
-    def make(self, engine: str, memory: str, bytes: int, programs: int) -> dict[str, Any]:
+    def make(self, engine: str, memory: str, bytes: int, programs: int, depth: int) -> dict[str, Any]:
         began = time.perf_counter()
         self._pool = make_pool(memory, bytes)
         self._engine = make_engine(engine, self._pool, TransferConfig(cuda_programs=programs))
+        self._depth = depth if self._engine.depth > 1 else 1
         hello = self._engine.hello().hex()
         return {"hello": hello, "directions": self._engine.directions, "seconds": time.perf_counter() - began}
 
@@ -99,11 +100,11 @@ class Endpoint:
         latency.sort()
         many = None
         moved = size * (1 + len(taken)) + page * len(latency)
-        if engine.depth > 1:
-            self._many(batch, engine.depth, 0.0)  # what is made once, for so many, is made now
-            count, spent = self._many(batch, 12, seconds)
+        if self._depth > 1:
+            self._many(batch, self._depth, 0.0)  # what is made once, for so many, is made now
+            count, spent = self._many(batch, 3 * self._depth, seconds)
             many = size * count / spent / 1e9
-            moved += size * (count + engine.depth)
+            moved += size * (count + self._depth)
         return {
             "moved": moved,
             "gbps": size / statistics.median(taken) / 1e9,
@@ -120,15 +121,15 @@ class Endpoint:
         """Moves batches with as many under way as the engine takes; how many, in which time."""
         engine = self._engine
         began, count = time.perf_counter(), 0
-        for _ in range(engine.depth):
+        for _ in range(self._depth):
             engine.start(batch)
         while True:
             engine.finish()
             count += 1
-            if count + engine.depth > most or time.perf_counter() - began > seconds:
+            if count + self._depth > most or time.perf_counter() - began > seconds:
                 break
             engine.start(batch)
-        for _ in range(engine.depth - 1):
+        for _ in range(self._depth - 1):
             engine.finish()
             count += 1
         return count, time.perf_counter() - began

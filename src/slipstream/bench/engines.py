@@ -35,7 +35,7 @@ class Engine(Protocol):
     """One side of a pair. Raises RouteUnavailable when it cannot be used here, with the reason."""
 
     directions: tuple[Direction, ...]
-    depth: int  # batches that can be under way at once
+    depth: int  # 1 when only one batch can be under way, more when several can
 
     def hello(self) -> bytes: ...
 

@@ -44,6 +44,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     limit_s: float = 30.0
     budget_s: float = 3600.0
     programs: int = 64
+    depth: int = 4
     block: bool = True
 
 
@@ -169,7 +170,7 @@ def _measure_engine(
 def _set_up(pair: list[Child], name: str, options: Options, report: TransferReport) -> list[str]:
     size = pool_bytes(options)
     for child, memory in zip(pair, options.memory, strict=True):
-        child.tell("make", engine=name, memory=memory, bytes=size, programs=options.programs)
+        child.tell("make", engine=name, memory=memory, bytes=size, programs=options.programs, depth=options.depth)
     hellos = [child.hear("make", SETUP_S) for child in pair]
     for child, other in ((pair[0], hellos[1]), (pair[1], hellos[0])):
         child.ask("meet", options.limit_s, hello=other["hello"])
@@ -275,6 +276,7 @@ def parse_size(text: str) -> int:
 @click.option("--limit", default=30.0, show_default=True, help="Seconds after which an engine is taken for hung.")
 @click.option("--budget", default=3600.0, show_default=True, help="Seconds for everything.")
 @click.option("--programs", default=64, show_default=True, help="Thread blocks of the copy kernel of cuda_ipc.")
+@click.option("--depth", default=4, show_default=True, help="Batches under way at once in the figure `in flight`.")
 @click.option("--logs", type=click.Path(path_type=Path), default=None, help="Folder for the processes' output.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), default=None, help="Write the results here.")
 def command(
@@ -287,6 +289,7 @@ def command(
     limit: float,
     budget: float,
     programs: int,
+    depth: int,
     logs: Path | None,
     json_path: Path | None,
 ) -> None:
@@ -307,6 +310,7 @@ def command(
             limit_s=limit,
             budget_s=budget,
             programs=programs,
+            depth=depth,
         )
         with contextlib.ExitStack() as stack:
             folder = logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-bench-")))

@@ -55,13 +55,15 @@ class CopySettings:
 
     programs: thread blocks at most, each on a multiprocessor of its own: more of them fill the link, fewer leave
     more of the GPU to the model. tile_bytes: bytes that a program has under way. warps: warps a program.
-    streams: batches that can run at the same time.
+    streams: batches that can run at the same time. engine_preference: how many times longer than by the kernel a copy
+    may take by the copy engine, which takes no multiprocessor, and still go that way.
     """
 
     programs: int = 64
     tile_bytes: int = 64 << 10
     warps: int = 16
     streams: int = 2
+    engine_preference: float = 1.0
 
     def __post_init__(self) -> None:
         if self.programs < 1 or self.streams < 1 or self.warps not in (1, 2, 4, 8, 16):
@@ -146,7 +148,7 @@ class Copier:
         """
         self.device.use()
         lane = min(self._lanes, key=lambda lane: lane.in_flight)
-        division = divide(runs, seen, costs)
+        division = divide(runs, seen, costs, self.settings.engine_preference)
         expected = min(costs.kernel(seen.total), costs.engine(len(runs.length), seen.total))
         copy = Copy(self._events.pop() if self._events else self.device.event(), lane, seen.total, expected)
         lane.in_flight += 1

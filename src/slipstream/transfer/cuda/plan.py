@@ -74,9 +74,11 @@ def _look(offsets: NDArray[np.int64], length: NDArray[np.int64], common: int, si
     bits = 0
     for start in range(0, len(offsets), _BLOCK):
         block = offsets[start : start + _BLOCK]
-        bits |= int(np.bitwise_or.reduce(block))
-        if common:  # a negative offset is a very large one without its sign
-            if int(block.view(np.uint64).max()) > size - common if size >= common else True:
+        seen = int(np.bitwise_or.reduce(block))
+        bits |= seen
+        if common:
+            # No offset is above the OR of all; a negative one is a very large one without its sign.
+            if not 0 <= seen <= size - common and (size < common or int(block.view(np.uint64).max()) > size - common):
                 return False, 0
         else:
             lengths = length[start : start + _BLOCK]
@@ -113,10 +115,10 @@ class CopyCosts:
     def engine(self, count: int, total: int) -> float:
         return self.engine_start + count * self.engine_run + total * self.engine_byte
 
-    @property
-    def crossover(self) -> float:
-        """The run length in bytes from which on the engine is faster in a large batch; inf when it never is."""
-        gain = self.kernel_byte - self.engine_byte
+    def crossover(self, preference: float = 1.0) -> float:
+        """The run length in bytes from which on the engine takes at most `preference` times as long as the kernel in a
+        large batch; inf when it never does."""
+        gain = preference * self.kernel_byte - self.engine_byte
         return self.engine_run / gain if gain > 0 else math.inf
 
 
@@ -163,20 +165,22 @@ _ALL_BY_KERNEL = Division(None, _NONE)
 _ALL_BY_ENGINE = Division(_NONE, None)
 
 
-def divide(runs: Runs, seen: Survey, costs: CopyCosts) -> Division:
+def divide(runs: Runs, seen: Survey, costs: CopyCosts, preference: float = 1.0) -> Division:
     """Takes the cheapest of: all by the kernel, all by the engine, long runs by the engine and the rest by the kernel.
 
-    Where the engine is as good it is preferred: it takes no multiprocessor from the model.
+    The engine takes no multiprocessor from the model, so it is taken also when it is as slow as `preference` times the
+    kernel.
     """
     count = len(runs.length)
-    by_kernel = costs.kernel(seen.total)
+    by_kernel = costs.kernel(seen.total) * preference
     by_engine = costs.engine(count, seen.total)
-    if seen.length == 0 and costs.crossover < math.inf:
-        long = runs.length >= costs.crossover
+    crossover = costs.crossover(preference)
+    if seen.length == 0 and crossover < math.inf:
+        long = runs.length >= crossover
         many = int(long.sum())
         if 0 < many < count:
             moved = int(runs.length[long].sum())
-            both = costs.engine(many, moved) + costs.kernel(seen.total - moved)
+            both = costs.engine(many, moved) + costs.kernel(seen.total - moved) * preference
             if both < min(by_kernel, by_engine):
                 return Division(np.flatnonzero(~long), np.flatnonzero(long))
     return _ALL_BY_ENGINE if by_engine <= by_kernel else _ALL_BY_KERNEL

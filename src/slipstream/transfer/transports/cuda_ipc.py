@@ -38,6 +38,7 @@ from slipstream.transfer.cuda.memory import Seal, read_seal, seal_offset
 from slipstream.transfer.cuda.plan import CopyCosts, survey
 from slipstream.transfer.cuda.runtime import CudaError, Device
 from slipstream.transfer.transports.base import Completion, Context, Exports, Region, Runs
+from slipstream.transfer.transports.bell import Bell
 from slipstream.transfer.transports.door import Address, knock
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 _AWAKE_S = 60e-6  # around the moment when a copy is due the mover looks again at once: falling asleep costs as much
 _SOONEST_S = 20e-6  # later, between two looks
 _LATEST_S = 1e-3
+_DROWSY_S = 300e-6  # most that is allowed for waking up late
 
 
 class Handle(msgspec.Struct, frozen=True):
@@ -102,7 +104,9 @@ class CudaIpcTransport:
             )
         self._agent = context.agent
         self._region = region
-        self._settings = CopySettings(programs=context.config.cuda_programs)
+        self._settings = CopySettings(
+            programs=context.config.cuda_programs, engine_preference=context.config.cuda_engine_preference
+        )
         self._copiers = copiers
         self._device.use()
         self._seal = _own_seal(self._device, region)
@@ -117,9 +121,12 @@ class CudaIpcTransport:
             raise RouteUnavailable(f"the pool cannot be exported: {error}") from error
         self._handle = Handle(handle, region.address, region.device, process_name(), self._seal)
         self._copier: Copier = copiers(self._device, self._settings)
-        self._alarm = Alarm()
+        self._alarm, self._bell = Alarm(), Bell()
+        self._set_for = 0.0  # when the alarm is due, by perf_counter; 0 when it is not set
+        self._drowsy = 0.0  # how late this machine wakes a thread that has slept, as seen lately
         self._epoll = select.epoll()
         self._epoll.register(self._alarm, select.EPOLLIN)
+        self._epoll.register(self._bell, select.EPOLLIN)
         self._door = ProcessDoor(msgspec.msgpack.encode(self._handle), [])
 
     # ------------------------------------------------------------------------------------------------ as exporter
@@ -233,7 +240,7 @@ class CudaIpcTransport:
             1e-9 / remote.costs.kernel_byte,
             1e-9 / remote.costs.engine_byte,
             1e6 * remote.costs.engine_run,
-            remote.costs.crossover / 1024,
+            remote.costs.crossover(self._settings.engine_preference) / 1024,
         )
 
     def write(self, remote: CudaRemote, runs: Runs, after: Any = None) -> int:
@@ -250,7 +257,7 @@ class CudaIpcTransport:
         ticket = next(self._tickets)
         if len(runs.length) == 0:
             self._done.append(Completion(ticket))
-            self._alarm.set(0)
+            self._bell.ring()
             return ticket
         mine, theirs = (self._region.address, self._region.bytes), (remote.address, remote.bytes)
         (source_at, source_bytes), (to, to_bytes) = (mine, theirs) if push else (theirs, mine)
@@ -265,7 +272,7 @@ class CudaIpcTransport:
         return ticket
 
     def poll(self) -> list[Completion]:
-        self._alarm.hush()
+        self._wake_up()
         for fd, _ in self._epoll.poll(0):
             remote = self._remotes.get(fd)
             if remote is not None:
@@ -297,16 +304,30 @@ class CudaIpcTransport:
             landed.append(Completion(ticket, error))
         return landed
 
+    def _wake_up(self) -> None:
+        """Silences what has woken the mover, and learns how late a sleeping one is woken."""
+        self._bell.hush()
+        if self._set_for:
+            self._alarm.hush()
+            late = time.perf_counter() - self._set_for
+            if late >= 0:
+                self._drowsy += (min(late, _DROWSY_S) - self._drowsy) / 4
+            self._set_for = 0.0
+
     def _set_alarm(self, now: float) -> None:
         """Sets the next look: when the first copy is due, then at intervals that grow with its lateness."""
         if self._done:
-            self._alarm.set(0)
+            self._bell.ring()
         elif self._flights:
             late = now - next(iter(self._flights.values())).due
-            if late < -_AWAKE_S:
-                self._alarm.set(-late - _AWAKE_S / 2)
+            sleep = -late - _AWAKE_S / 2 - self._drowsy
+            if late > _AWAKE_S:
+                sleep = min(max(late / 4, _SOONEST_S), _LATEST_S)
+            if sleep < _SOONEST_S:
+                self._bell.ring()
             else:
-                self._alarm.set(0 if late < _AWAKE_S else min(max(late / 4, _SOONEST_S), _LATEST_S))
+                self._alarm.set(sleep)
+                self._set_for = now + sleep
         else:
             self._lane_due = 0.0
 
@@ -350,6 +371,7 @@ class CudaIpcTransport:
         self._copier.close()
         self._epoll.close()
         self._alarm.close()
+        self._bell.close()
 
 
 def _device(region: Region) -> Device:
