@@ -1,0 +1,173 @@
+"""The transfer benchmark on the host's memory: proof of contents, pairs of processes, answers to bad wishes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from slipstream.bench.endpoint import choose
+from slipstream.bench.pools import POISON, HostBenchPool
+from slipstream.bench.report import Conditions, TransferReport, TransferRow, size_text, transfer_table, write_json
+from slipstream.bench.transfer import (
+    Child,
+    EngineLost,
+    Options,
+    command,
+    memory_kind,
+    parse_size,
+    pool_bytes,
+    run,
+)
+from slipstream.errors import ConfigError
+
+PAGE = 64
+COUNT = 10
+
+
+@pytest.fixture
+def pools() -> tuple[HostBenchPool, HostBenchPool, np.ndarray, np.ndarray]:
+    """A filled pool, one that holds ten of its pages, and the page numbers on either side."""
+    giver, taker = HostBenchPool(PAGE * 32), HostBenchPool(PAGE * 32)
+    giver.fill(99)
+    taker.poison()
+    here, there = choose(32, COUNT, 1, False), choose(32, COUNT, 2, False)
+    words = PAGE // 8
+    taker.words.reshape(-1, words)[there] = giver.words.reshape(-1, words)[here]
+    return giver, taker, here, there
+
+
+def test_pages_that_arrived_pass_the_check(pools: tuple[HostBenchPool, HostBenchPool, np.ndarray, np.ndarray]):
+    _, taker, here, there = pools
+    assert taker.check(PAGE, there, here, 99) == ""
+
+
+@pytest.mark.parametrize("word", [0, 3, 7])
+def test_a_wrong_word_in_a_page_is_found(pools: tuple[HostBenchPool, HostBenchPool, np.ndarray, np.ndarray], word: int):
+    _, taker, here, there = pools
+    taker.words[int(there[4]) * (PAGE // 8) + word] ^= 1
+    assert "wrong contents" in taker.check(PAGE, there, here, 99)
+
+
+def test_pages_in_each_others_place_are_found(pools: tuple[HostBenchPool, HostBenchPool, np.ndarray, np.ndarray]):
+    _, taker, here, there = pools
+    assert "wrong contents" in taker.check(PAGE, there, here[::-1].copy(), 99)
+    assert "wrong contents" in taker.check(PAGE, there, here, 98)
+
+
+def test_a_changed_word_outside_the_pages_is_found(pools: tuple[HostBenchPool, HostBenchPool, np.ndarray, np.ndarray]):
+    _, taker, here, there = pools
+    outside = next(page for page in range(32) if page not in there)
+    taker.words[outside * (PAGE // 8)] = POISON + 1
+    assert "outside" in taker.check(PAGE, there, here, 99)
+
+
+def test_shared_memory_is_measured_and_verified_by_two_processes(tmp_path: Path):
+    options = Options(engines=("raw", "shm"), sizes=(4096, 65536), batch_bytes=1 << 20, case_s=0.01)
+    said: list[str] = []
+    report = run(options, tmp_path, said.append)
+    cells = [(row.engine, row.page, row.direction) for row in report.rows]
+    assert cells == [
+        ("raw", 1 << 20, "push"),
+        ("raw", 1 << 20, "pull"),
+        ("shm", 4096, "push"),
+        ("shm", 65536, "push"),
+        ("shm", 1 << 20, "push"),
+    ]
+    for row in report.rows:
+        assert row.problem == ""
+        assert row.verified == (row.engine != "raw")
+        assert row.gbps > 0
+        assert 0 < row.p50_us <= row.p99_us
+        assert row.cpu_s_per_gb > 0
+    assert len(said) == len(report.rows)
+    write_json(report, tmp_path / "report.json")
+    assert msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=TransferReport) == report
+
+
+def test_an_engine_that_cannot_be_used_is_a_note_and_the_others_go_on(tmp_path: Path):
+    options = Options(engines=("cuda_ipc", "shm"), sizes=(4096,), batch_bytes=1 << 16, case_s=0.01, block=False)
+    report = run(options, tmp_path, lambda text: None)
+    assert any("cuda_ipc" in note and "on the CPU" in note for note in report.notes)
+    assert [row.engine for row in report.rows] == ["shm"]
+
+
+def test_an_engine_whose_process_dies_is_reported_with_its_last_words(tmp_path: Path):
+    child = Child({}, tmp_path / "log")
+    child.process.kill()
+    with pytest.raises(EngineLost, match="ended with -9 during make"):
+        child.ask("make", 5.0, engine="shm", memory="cpu", bytes=4096, programs=1, depth=1)
+    child.kill()
+
+
+def test_an_engine_that_does_not_answer_in_time_is_lost(tmp_path: Path):
+    child = Child({}, tmp_path / "log")
+    with pytest.raises(EngineLost, match="no answer to make within 0 s"):
+        child.ask("make", 0.0, engine="shm", memory="cpu", bytes=4096, programs=1, depth=1)
+    child.kill()
+
+
+@pytest.mark.parametrize(
+    ("wish", "answer"),
+    [
+        (["--engines", "warp"], "no engine 'warp'"),
+        (["--sizes", "12"], "multiples of 8"),
+        (["--sizes", "1G"], "up to the batch"),
+        (["--sizes", "many"], "no size"),
+        (["--memory", "cpu"], "two sides"),
+        (["--memory", "cpu,cuda:0"], "of one kind"),
+    ],
+)
+def test_impossible_wishes_are_refused_with_what_is_possible(wish: list[str], answer: str):
+    result = CliRunner().invoke(command, ["--batch", "1M", "--memory", "cpu,cpu", *wish])
+    assert result.exit_code == 1
+    assert answer in result.output
+
+
+def test_sizes_are_read_and_written():
+    assert [parse_size(text) for text in ("32K", "2m", "1G", "100")] == [32768, 2 << 20, 1 << 30, 100]
+    assert [size_text(size) for size in (32768, 2 << 20, 1 << 30, 100, 1536)] == [
+        "32 KiB",
+        "2 MiB",
+        "1 GiB",
+        "100 B",
+        "1536 B",
+    ]
+
+
+def test_pools_hold_whole_pages_of_every_size_and_twice_the_batch():
+    size = pool_bytes(Options(sizes=(1024, 3 << 16), batch_bytes=1 << 20))
+    assert size >= 2 << 20
+    assert size % (3 << 16) == 0
+
+
+def test_kinds_of_memory_are_told_apart():
+    assert memory_kind(["cpu", "cpu"]) == "cpu"
+    assert memory_kind(["cuda:0", "GPU-12"]) == "cuda"
+    with pytest.raises(ConfigError):
+        memory_kind(["cpu", "cuda"])
+
+
+def test_a_table_shows_each_row_and_its_share_of_the_raw_copy():
+    from rich.console import Console
+
+    rows = [
+        TransferRow(engine="raw", page=1 << 30, pages=1, contiguous=True, direction="push", gbps=400.0),
+        TransferRow(
+            engine="shm", page=8192, pages=4, contiguous=False, direction="push", gbps=100.0, verified=True, p50_us=3.5
+        ),
+        TransferRow(engine="tcp", page=8192, pages=4, contiguous=False, direction="push", problem="wrong contents"),
+    ]
+    conditions = Conditions(
+        command="", when="", version="", cpu="a processor", cores=2, kernel="", python="", packages={}, devices=[]
+    )
+    report = TransferReport(conditions=conditions, memory=["cpu", "cpu"], batch_bytes=1 << 30, notes=[], rows=rows)
+    console = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(transfer_table(report))
+    text = console.export_text()
+    assert "25 %" in text
+    assert "wrong contents" in text
+    assert "a processor, 2 cores" in text
