@@ -95,7 +95,11 @@ def _how(routes: Sequence[tuple[Member, Member, Route | None]], width: int) -> s
             notes.append(f"{pair}: {route.error}")
         else:
             rows.append((pair, route.transport, f"{route.gb_per_s:.2f} GB/s", f"{route.latency_us:.0f} µs"))
-            notes += [f"not {name}: {reason}" for name, reason in route.rejected.items() if _explains(name, reason)]
+            notes += [
+                f"not {name}: {reason.removeprefix('here: ')}"
+                for name, reason in route.rejected.items()
+                if _explains(name, reason)
+            ]
     wrapped = [textwrap.fill(note, width, subsequent_indent="    ") for note in dict.fromkeys(notes)]
     return "\n".join([_table(rows, right=(2, 3)), *wrapped])
 
