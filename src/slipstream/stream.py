@@ -40,7 +40,8 @@ class Link:
     async def connect(cls, address: str, decoder: wire.Decoder, *, timeout_s: float = 5.0) -> Link:
         """Opens a link to "host:port". Raises OSError or TimeoutError."""
         host, _, port = address.rpartition(":")
-        reader, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), timeout_s)
+        async with asyncio.timeout(timeout_s):  # not wait_for, which may swallow a cancellation (Python 3.11)
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
         return cls(reader, writer, decoder, address)
 
     @property

@@ -37,23 +37,26 @@ class Assignment:
 
     # ------------------------------------------------------------------------------------------ giving
 
-    def choose(self, prompt: Prompt, avoid: Avoid = NOTHING_TO_AVOID) -> Placement | None:
-        """The best pair now; None when there is none."""
+    def choose(self, prompt: Prompt, avoid: Avoid = NOTHING_TO_AVOID, *, last_chance: bool = False) -> Placement | None:
+        """The best pair now; None when there is none. At its last chance a request need not wait for a role to come."""
         standings = self._fleet.standings()
         for standing in standings:
             standing.usable = standing.usable and standing.id not in self._suspects
+        borrow = {
+            role: not self._strict and (last_chance or self._fleet.may_borrow(role)) for role in ("prefill", "decode")
+        }
         return place(
             prompt,
             standings,
             self._fleet.can_meet,
-            borrow_prefill=not self._strict and self._fleet.may_borrow("prefill"),
-            borrow_decode=not self._strict and self._fleet.may_borrow("decode"),
+            borrow_prefill=borrow["prefill"],
+            borrow_decode=borrow["decode"],
             avoid=avoid,
         )
 
-    def place(self, life: Life) -> bool:
+    def place(self, life: Life, *, last_chance: bool = False) -> bool:
         """Submits a request to the best pair; False when there is none."""
-        placement = self.choose(life.prompt(), life.avoid)
+        placement = self.choose(life.prompt(), life.avoid, last_chance=last_chance)
         if placement is None:
             return False
         p, d = self._fleet.by_id(placement.prefill), self._fleet.by_id(placement.decode)

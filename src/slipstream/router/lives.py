@@ -187,9 +187,9 @@ class Lives:
         loop = asyncio.get_running_loop()
         life.patience = loop.call_later(self._config.worker_wait_s, self._out_of_patience, life)
 
-    def _stop_waiting(self, life: Life) -> bool:
+    def _stop_waiting(self, life: Life, *, last_chance: bool = False) -> bool:
         """Places one that waits, if that is possible now."""
-        if not self._assign.place(life):
+        if not self._assign.place(life, last_chance=last_chance):
             return False
         del self._waiting[life.request.id]
         if life.patience is not None:
@@ -197,7 +197,7 @@ class Lives:
         return True
 
     def _out_of_patience(self, life: Life) -> None:
-        if not self._stop_waiting(life):
+        if not self._stop_waiting(life, last_chance=True):
             self._fail(life, life.lost or self._assign.no_workers())
 
     # ------------------------------------------------------------------------------------------ tokens, slow path

@@ -192,7 +192,8 @@ class RemoteWorker:
                 logger.exception("%s: the link ended by a fault of this router; its requests go elsewhere", self.url)
             self._wake.clear()
             try:
-                await asyncio.wait_for(self._wake.wait(), pause)
+                async with asyncio.timeout(pause):
+                    await self._wake.wait()
             except TimeoutError:
                 pause = min(pause * 1.6, LAST_RETRY_S)
 
