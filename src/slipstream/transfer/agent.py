@@ -21,16 +21,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
 from slipstream.config import TransferConfig
 from slipstream.errors import PeerLost, RouteUnavailable, TransferError
 from slipstream.kv.layout import KVLayout
-from slipstream.transfer.copies import HeadMove, HeadRange, head_moves, page_runs
+from slipstream.transfer.copies import HeadMove, HeadRange, head_moves
+from slipstream.transfer.job import CopyJob, HostMemory, ProbeMemory, Route, runs_of
 from slipstream.transfer.route import AUTOMATIC, Ranking, machine_id, process_id, rank, unavailable
 from slipstream.transfer.transports import load_all
 from slipstream.transfer.transports.base import Context, Description, Exports, Region, Remote, Runs, Transport
@@ -38,53 +37,6 @@ from slipstream.transfer.transports.bell import Bell
 from slipstream.transfer.transports.local import Neighbourhood
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CopyJob:
-    """Copy `source_pages[i]` of this rank to `destination_pages[i]` of `peer`, on all ranks that share heads.
-
-    `after` is the device event that the source pages are complete behind; None on CPUs.
-    """
-
-    peer: str
-    xfer: int
-    source_pages: ArrayLike
-    destination_pages: ArrayLike
-    after: Any = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Route:
-    """An opened way from this rank to one rank of a peer. `moves` are the heads it carries."""
-
-    peer: str
-    transport: str
-    exports: Exports
-    remote: Remote
-    layout: KVLayout
-    moves: tuple[HeadMove, ...]
-
-
-class ProbeMemory(Protocol):
-    """How a preflight reads and writes the probe area; device pools bring their own. Offsets count in the region."""
-
-    def read(self, offset: int, size: int) -> NDArray[np.uint8]: ...
-
-    def write(self, offset: int, data: NDArray[np.uint8]) -> None: ...
-
-
-class _HostMemory:
-    def __init__(self, region: Region) -> None:
-        if region.array is None:
-            raise ValueError("a region that the CPU cannot address needs a ProbeMemory of its own")
-        self._array = region.array
-
-    def read(self, offset: int, size: int) -> NDArray[np.uint8]:
-        return self._array[offset : offset + size].copy()
-
-    def write(self, offset: int, data: NDArray[np.uint8]) -> None:
-        self._array[offset : offset + len(data)] = data
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +86,7 @@ class TransferAgent:
     ) -> None:
         self.region, self.layout, self.config, self.rank = region, layout, config, rank
         self.name = uuid.uuid4().hex
-        self.memory: ProbeMemory = memory or _HostMemory(region)
+        self.memory: ProbeMemory = memory or HostMemory(region)
         self.arrival = asyncio.Lock()  # of the probe area's first half, which peers write into
         self.departure = asyncio.Lock()  # of its second half, which this rank's own preflights read from
         self._ranks = list(ranks or [HeadRange(layout.first_head, layout.kv_heads)])
@@ -371,7 +323,7 @@ class TransferAgent:
             self._report(job, f"there is no route to {job.peer}")
             return
         try:
-            plan = [(route, self._runs(route, job)) for route in peer.used]
+            plan = [(route, runs_of(job, route, self.layout, self.region.pages)) for route in peer.used]
         except ValueError as error:
             self._report(job, str(error))
             return
@@ -393,27 +345,6 @@ class TransferAgent:
                 self._write(route, runs, job.after, ended)
             except (ValueError, TransferError) as error:
                 ended(str(error))
-
-    def _runs(self, route: Route, job: CopyJob) -> Runs:
-        """All heads of a route, merged into one ticket. Raises ValueError on pages that do not exist."""
-        for side, pages, have in (
-            ("source", job.source_pages, self.region.pages),
-            ("destination", job.destination_pages, route.exports.pages),
-        ):
-            highest = int(np.max(pages, initial=-1))
-            if highest >= have:
-                raise ValueError(f"{side} page {highest} does not exist; the pool has {have} pages")
-        parts = [
-            page_runs(self.layout, route.layout, move.heads, job.source_pages, job.destination_pages)
-            for move in route.moves
-        ]
-        if len(parts) == 1:
-            return parts[0]
-        return Runs(
-            np.concatenate([part.source for part in parts]),
-            np.concatenate([part.destination for part in parts]),
-            np.concatenate([part.length for part in parts]),
-        )
 
     def _report(self, job: CopyJob, error: str | None) -> None:
         self._on_done(job, error)

@@ -1,0 +1,83 @@
+"""What the transfer agent works on: jobs, routes, and the memory that preflights look at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.kv.layout import KVLayout
+from slipstream.transfer.copies import HeadMove, page_runs
+from slipstream.transfer.transports.base import Exports, Region, Remote, Runs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyJob:
+    """Copy `source_pages[i]` of this rank to `destination_pages[i]` of `peer`, on all ranks that share heads.
+
+    `after` is the device event that the source pages are complete behind; None on CPUs.
+    """
+
+    peer: str
+    xfer: int
+    source_pages: Sequence[int] | NDArray[np.integer[Any]]
+    destination_pages: Sequence[int] | NDArray[np.integer[Any]]
+    after: Any = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Route:
+    """An opened way from this rank to one rank of a peer. `moves` are the heads it carries."""
+
+    peer: str
+    transport: str
+    exports: Exports
+    remote: Remote
+    layout: KVLayout
+    moves: tuple[HeadMove, ...]
+
+
+class ProbeMemory(Protocol):
+    """How a preflight reads and writes the probe area; device pools bring their own. Offsets count in the region."""
+
+    def read(self, offset: int, size: int) -> NDArray[np.uint8]: ...
+
+    def write(self, offset: int, data: NDArray[np.uint8]) -> None: ...
+
+
+class HostMemory:
+    def __init__(self, region: Region) -> None:
+        if region.array is None:
+            raise ValueError("a region that the CPU cannot address needs a ProbeMemory of its own")
+        self._array = region.array
+
+    def read(self, offset: int, size: int) -> NDArray[np.uint8]:
+        return self._array[offset : offset + size].copy()
+
+    def write(self, offset: int, data: NDArray[np.uint8]) -> None:
+        self._array[offset : offset + len(data)] = data
+
+
+def runs_of(job: CopyJob, route: Route, layout: KVLayout, pages: int) -> Runs:
+    """All heads of a route, as the runs of one ticket. `layout` and `pages` are the source's.
+
+    Raises ValueError on pages that do not exist.
+    """
+    for side, named, have in (
+        ("source", job.source_pages, pages),
+        ("destination", job.destination_pages, route.exports.pages),
+    ):
+        highest = int(np.max(named, initial=-1))
+        if highest >= have:
+            raise ValueError(f"{side} page {highest} does not exist; the pool has {have} pages")
+    parts = [page_runs(layout, route.layout, m.heads, job.source_pages, job.destination_pages) for m in route.moves]
+    if len(parts) == 1:
+        return parts[0]
+    return Runs(
+        np.concatenate([part.source for part in parts]),
+        np.concatenate([part.destination for part in parts]),
+        np.concatenate([part.length for part in parts]),
+    )
