@@ -24,9 +24,12 @@ from slipstream.errors import LayoutMismatch, PeerLost
 from slipstream.stream import Link
 from slipstream.transfer import peer as handshake
 from slipstream.transfer.agent import TransferAgent
+from slipstream.transfer.route import AUTOMATIC
 from slipstream.transfer.transports.base import Exports
 
 logger = logging.getLogger(__name__)
+
+HELLO_S = 10.0
 
 _from_destination = wire.Decoder(wire.FromDestination)
 
@@ -50,6 +53,7 @@ class Peers:
         self._on_routes = on_routes
         self._opening: dict[str, asyncio.Task[str]] = {}  # wire address -> peer id
         self._links: dict[tuple[str, bool], Link] = {}  # (peer id, I am the source) -> link
+        self._served: dict[str, asyncio.Event] = {}  # peer id -> set when the link that this source opened is done with
         self._readers: set[asyncio.Task[None]] = set()
         self.routes: dict[str, wire.RouteReport] = {}  # peer id -> report
 
@@ -90,7 +94,7 @@ class Peers:
             report.transport,
             report.gb_per_s,
             report.latency_us,
-            "".join(f"; not {name}: {reason}" for name, reason in report.rejected.items()),
+            "".join(f"; not {name}: {reason}" for name, reason in better(report).items()),
         )
         self._on_routes()
         self._start(self._read_destination(link, address, peer.id))
@@ -101,7 +105,10 @@ class Peers:
             kind="worker", id=self._info.id, version=self._info.version, info=self._info, regions=self._regions()
         )
         link.send(hello)
-        answer = await asyncio.wait_for(link.receive(), 10.0)
+        try:
+            answer = await asyncio.wait_for(link.receive(), HELLO_S)
+        except TimeoutError as error:
+            raise PeerLost(f"{link.label} did not answer Hello within {HELLO_S:.0f} s") from error
         if isinstance(answer, wire.Rejected):
             raise LayoutMismatch(answer.message)
         if not isinstance(answer, wire.Welcome):
@@ -130,6 +137,8 @@ class Peers:
         assert hello.info is not None
         peer = hello.info.id
         link.label = f"{hello.info.name} ({hello.info.wire})"
+        await self._end_former(peer)
+        ended = self._served[peer] = asyncio.Event()
         self._links[peer, False] = link
         link.send(wire.Welcome(info=self._info, regions=self._regions()))
         probes = handshake.DestinationProbes(link, self._agent, peer, decode_exports(hello.regions))
@@ -141,6 +150,19 @@ class Peers:
             await probes.close()
             logger.info("prefill worker gone: %s", link.lost_because)
             await self._lost(peer, as_source=False)
+            self._served.pop(peer, None)
+            ended.set()
+
+    async def _end_former(self, peer: str) -> None:
+        """A source that connects anew has lost its link, though its end may not have been seen here yet.
+
+        The engine must hear of that loss, with its proof that no write is under way, before anything from the new link.
+        """
+        while (ended := self._served.get(peer)) is not None:
+            former = self._links.get((peer, False))
+            if former is not None:
+                former.abort()
+            await ended.wait()
 
     def _mismatch(self, hello: wire.Hello) -> str:
         if hello.protocol != wire.PROTOCOL:
@@ -174,6 +196,13 @@ class Peers:
     def close(self) -> None:
         for link in self._links.values():
             link.close()
+
+
+def better(report: wire.RouteReport) -> dict[str, str]:
+    """Why the transports that rank before the chosen one were not taken."""
+    ranks = {name: place for place, name in enumerate(AUTOMATIC)}
+    chosen = ranks.get(report.transport, len(ranks))
+    return {name: reason for name, reason in report.rejected.items() if ranks.get(name, -1) < chosen}
 
 
 def decode_exports(regions: Sequence[msgspec.Raw]) -> list[Exports]:

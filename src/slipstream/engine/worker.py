@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
+SIGNAL_CHECK_S = 0.1
+
 
 class Worker:
     """One engine behind its two ports.
@@ -153,8 +155,13 @@ class Worker:
         )
 
     def wait(self) -> bool:
-        """Blocks until the worker ends; True when it was stopped, False when its engine failed."""
-        self._ended.wait()
+        """Blocks until the worker ends; True when it was stopped, False when its engine failed.
+
+        Wakes now and then, because a signal that the kernel gives to another thread (of a device driver, for example)
+        does not interrupt this one, and Python runs its handler here.
+        """
+        while not self._ended.wait(SIGNAL_CHECK_S):
+            pass
         return self._failure is None
 
     def stop(self, drain_s: float = 0.0) -> None:
