@@ -138,7 +138,7 @@ async def measure(router: Steps, port: int, streams: int, tokens: int, rate: flo
         await asyncio.sleep(0.01)
         if not process.is_alive():
             raise RuntimeError("the client process failed; its error is above")
-    cpu, wall = _cpu(), time.monotonic()
+    (cpu, system), wall = _cpu(), time.monotonic()
     due = wall
     for number in range(tokens):
         router.step(number, last=number == tokens - 1)
@@ -147,7 +147,7 @@ async def measure(router: Steps, port: int, streams: int, tokens: int, rate: flo
         if rate is None:
             await asyncio.sleep(0)
     arrivals = await asyncio.get_running_loop().run_in_executor(None, ours.recv)
-    cpu, wall = _cpu() - cpu, time.monotonic() - wall
+    cpu, system, wall = _cpu()[0] - cpu, _cpu()[1] - system, time.monotonic() - wall
     process.join()
     events = sum(map(len, arrivals))
     row: dict[str, Any] = {
@@ -158,6 +158,7 @@ async def measure(router: Steps, port: int, streams: int, tokens: int, rate: flo
         "events": events,
         "events_per_token": round(events / (streams * tokens), 3),
         "cpu_us_per_chunk": round(cpu / events * 1e6, 1),
+        "of_which_kernel": round(system / events * 1e6, 1),
     }
     if rate and events == streams * tokens:
         delays = sorted(arrived - sent for times in arrivals for sent, arrived in zip(router.sent, times, strict=True))
@@ -166,18 +167,19 @@ async def measure(router: Steps, port: int, streams: int, tokens: int, rate: flo
     return row
 
 
-def _cpu() -> float:
+def _cpu() -> tuple[float, float]:
+    """Processor seconds of this process so far, and those of them in the kernel."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+    return used.ru_utime + used.ru_stime, used.ru_stime
 
 
 def own_cost(router: Steps, streams: int, tokens: int) -> float:
     """Processor microseconds a token of the made-up router."""
     router.sinks = {f"chatcmpl-{at}": Null() for at in range(streams)}
-    start = _cpu()
+    start, _ = _cpu()
     for number in range(tokens):
         router.step(number, last=number == tokens - 1)
-    return (_cpu() - start) / (streams * tokens) * 1e6
+    return (_cpu()[0] - start) / (streams * tokens) * 1e6
 
 
 async def run(streams: int, tokens: int, rates: list[float | None]) -> None:

@@ -210,6 +210,24 @@ async def test_errors_have_the_form_that_clients_understand() -> None:
     assert "'scripted' is" in unknown.value.message
 
 
+async def test_a_prompt_that_cannot_fit_is_refused_without_tokenizing_it() -> None:
+    async with house(saying("a"), max_model_len=64) as h:
+        with pytest.raises(openai.BadRequestError, match=r"12000 characters, .*at least 1000 tokens.*64") as plain:
+            await h.client.completions.create(model="scripted", prompt="x" * 12_000)
+        with pytest.raises(openai.BadRequestError, match="characters"):
+            await h.client.chat.completions.create(
+                model="scripted", messages=[{"role": "user", "content": "x" * 12_000}]
+            )
+    assert plain.value.code == "context_length_exceeded"
+
+
+async def test_one_request_asks_for_so_many_answers_at_most() -> None:
+    async with house(saying("a")) as h:
+        with pytest.raises(openai.BadRequestError, match=r"100 prompts with n=100 are 10000 answers"):
+            await h.client.completions.create(model="scripted", prompt=["x"] * 100, n=100)
+        assert h.router.requests == []
+
+
 @pytest.mark.parametrize(
     ("failure", "status", "retry"), [(QueueFull("full"), 429, "1"), (NoWorkers("nobody"), 503, "1")]
 )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import typing
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from slipstream.errors import ContextTooLong, InvalidRequest
+from slipstream.front.app import create_app
 from slipstream.front.ask import Ask, answer_tokens, ask_of, messages_of, prompts_of
 from slipstream.front.schema import (
     ASKS_NOTHING,
@@ -20,9 +23,11 @@ from slipstream.front.schema import (
     StreamOptions,
     TokenizeBody,
     WorkerBody,
+    allowed,
     explain,
 )
-from slipstream.front.scripted import byte_tokenizer
+from slipstream.front.scripted import ScriptedRouter, byte_tokenizer
+from slipstream.front.service import TokenizerService
 from slipstream.types import SamplingParams
 
 TOKENIZER = byte_tokenizer()
@@ -309,3 +314,28 @@ def test_a_request_beyond_the_context_is_refused_with_the_three_numbers() -> Non
         answer_tokens(100, chat(), 100, default=0)
     assert other.value.param == "messages"
     assert answer_tokens(30, chat(max_tokens=70), 100, default=0) == 70
+
+
+# ------------------------------------------------------------------------------------------------------- documentation
+
+PAGE = Path(__file__).parents[2] / "docs" / "http-api.md"
+
+
+@pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
+def test_the_page_describes_every_field_in_the_words_of_its_errors(kind: type[msgspec.Struct]) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    for name, hint in typing.get_type_hints(kind).items():
+        if name == "prompt" or hint is Any:
+            assert f"`{name}`" in page, name
+        else:
+            assert f"| `{name}` | {allowed(kind, name)} |" in page, name
+
+
+def test_the_page_lists_every_path_and_every_metric() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    app = create_app(ScriptedRouter(lambda stage: asyncio.sleep(0)), TokenizerService(tokenizer=TOKENIZER))
+    for path in app.paths:
+        assert path in page
+    for family in app.metrics.collect():
+        if family.type != "info":
+            assert family.name in page

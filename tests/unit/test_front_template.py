@@ -45,7 +45,7 @@ def test_a_generation_span_renders_as_what_is_in_it() -> None:
 def test_the_last_message_can_be_continued() -> None:
     messages = [{"role": "user", "content": "Count"}, {"role": "assistant", "content": "one, two, "}]
     prompt = render(CHATML, messages, continue_final_message=True)
-    assert prompt == "<|im_start|>user\nCount<|im_end|>\n<|im_start|>assistant\none, two,"
+    assert prompt == "<|im_start|>user\nCount<|im_end|>\n<|im_start|>assistant\none, two, "
 
 
 def test_a_template_that_changes_the_last_message_cannot_continue_it() -> None:

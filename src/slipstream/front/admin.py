@@ -92,7 +92,7 @@ class Admin:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", param="prompt")
         if body.messages is not None:
-            ids = await self._generator.chat_ids(body, tokenizer)
+            ids = await self._generator.chat_ids(body, tokenizer, card.max_model_len)
         else:
             text, special = body.prompt or "", body.add_special_tokens is not False
             ids = await self._service.run(len(text), lambda: tokenizer.encode(text, add_special_tokens=special))

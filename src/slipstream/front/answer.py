@@ -243,13 +243,19 @@ class Answer:
         self.wake()
 
     async def wait(self) -> None:
-        if self.done or self.beating or (self.telling.stream and any(c.sayable for c in self.choices)):
+        if self.done or self.beating or (self.telling.stream and self._sayable()):
             return
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
         finally:
             self._waiter = None
+
+    def _sayable(self) -> bool:
+        for choice in self.choices:  # noqa: SIM110  a generator costs more than all else here
+            if choice.sayable:
+                return True
+        return False
 
     def ended(self, choice: Choice, *, abort: bool) -> None:
         self._open -= 1

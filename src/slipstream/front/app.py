@@ -66,6 +66,11 @@ class FrontApp:
         else:
             await send({"type": "websocket.close", "code": 1002})
 
+    @property
+    def paths(self) -> list[str]:
+        """All paths; those that end in a name end in a slash here."""
+        return [*self._routes, *self._named]
+
     # ------------------------------------------------------------------------------------------ ending
 
     @property
@@ -88,7 +93,9 @@ class FrontApp:
             self._authorize(exchange)
             await self._dispatch(exchange)
         except ClientGone:
-            logger.debug("request %s: %s %s: the client has gone", exchange.request_id, exchange.method, exchange.path)
+            logger.info(
+                "request %s: %s %s: 499, the client has gone", exchange.request_id, exchange.method, exchange.path
+            )
             self._count(exchange, ClientGone.status)
             return
         except RequestError as error:

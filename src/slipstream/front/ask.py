@@ -169,6 +169,17 @@ def answer_tokens(prompt: int, ask: Ask, max_model_len: int, default: int) -> in
     return wanted
 
 
+def check_characters(characters: int, tokenizer: Tokenizer, max_model_len: int, param: str) -> None:
+    """Refuses, before it is tokenized, a text that cannot fit whatever its tokens are. Raises ContextTooLong."""
+    least = -(-characters // tokenizer.longest_piece)
+    if least > max_model_len:
+        raise ContextTooLong(
+            f"the prompt has {characters} characters, which are at least {least} tokens; this model's context is "
+            f"{max_model_len} tokens. Shorten the prompt",
+            param=param,
+        )
+
+
 # -------------------------------------------------------------------------------------------------------------- prompts
 
 
@@ -278,6 +289,14 @@ def prompts_of(prompt: Any) -> list[str | list[int]]:
     ):
         return prompt
     raise InvalidRequest(f"prompt must be {wanted}; {show(prompt)} was given", param="prompt")
+
+
+def check_count(prompts: int, n: int) -> None:
+    """Raises InvalidRequest for more answers than one request may ask for."""
+    if prompts * n > MAX_PROMPTS:
+        raise InvalidRequest(
+            f"{prompts} prompts with n={n} are {prompts * n} answers; one request may ask for {MAX_PROMPTS}", param="n"
+        )
 
 
 def _is_ids(entry: list[Any]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
+from urllib.parse import parse_qs
 
 import msgspec
 
@@ -119,8 +120,6 @@ class Exchange:
 
     def query(self, name: str) -> str | None:
         """A query parameter. Raises InvalidRequest when it is given twice."""
-        from urllib.parse import parse_qs
-
         values = parse_qs(self.scope.get("query_string", b"").decode("latin-1")).get(name, [])
         if len(values) > 1:
             raise InvalidRequest(f"the query parameter {name} is given {len(values)} times", param=name)

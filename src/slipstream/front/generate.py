@@ -23,7 +23,17 @@ from msgspec.structs import replace
 from slipstream.config import FrontConfig
 from slipstream.errors import ClientGone, ModelNotFound, NoWorkers, RequestError
 from slipstream.front.answer import Answer
-from slipstream.front.ask import Ask, Prompt, answer_tokens, ask_of, check_prompt_ids, messages_of, prompts_of
+from slipstream.front.ask import (
+    Ask,
+    Prompt,
+    answer_tokens,
+    ask_of,
+    check_characters,
+    check_count,
+    check_prompt_ids,
+    messages_of,
+    prompts_of,
+)
 from slipstream.front.backend import Backend, Card
 from slipstream.front.exchange import Exchange, error_body
 from slipstream.front.metrics import FrontMetrics
@@ -79,13 +89,13 @@ class Generator:
         body = self._chat_body(await exchange.body(self._config.max_body_bytes))
         card, tokenizer = self.card(body.model), self._service.tokenizer
         ask = ask_of(body, tokenizer)
-        ids = await self.chat_ids(body, tokenizer)
+        ids = await self.chat_ids(body, tokenizer, card.max_model_len)
         answer = self._answer(ChatShape, "chatcmpl-", card, ask, tokenizer, started)
         default = self._config.default_max_tokens
         self._add(answer, Prompt(ids), ask, card, default, "messages")
         return answer
 
-    async def chat_ids(self, body: Any, tokenizer: Tokenizer) -> list[int]:
+    async def chat_ids(self, body: Any, tokenizer: Tokenizer, max_model_len: int) -> list[int]:
         """The prompt of a conversation. `body` has the fields of ChatBody that concern it."""
         source = tokenizer.chat_template.source if tokenizer.chat_template else ""
         messages = messages_of(body.messages, source)
@@ -97,6 +107,7 @@ class Generator:
                 continue_final_message=bool(body.continue_final_message),
                 variables=body.chat_template_kwargs,
             )
+            check_characters(len(text), tokenizer, max_model_len, "messages")
             return tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
 
         return await self._service.run(sum(len(message["content"]) for message in messages), work)
@@ -115,6 +126,10 @@ class Generator:
             text = tokenizer.decode(prompt, skip_special_tokens=True) if ask.telling.echo else ""
             return Prompt(prompt, text)
 
+        check_count(len(prompts), ask.n)
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                check_characters(len(prompt), tokenizer, card.max_model_len, "prompt")
         characters = sum(map(len, prompts))
         read_all = await self._service.run(characters, lambda: [read(prompt) for prompt in prompts])
         answer = self._answer(CompletionShape, "cmpl-", card, ask, tokenizer, started)

@@ -222,9 +222,9 @@ def check_unsupported(body: msgspec.Struct) -> None:
             continue
         if name == "tools" and choice == "none":
             continue
-        allowed = " or ".join(["absent", *(show(entry) for entry in harmless)])
+        instead = " or ".join(["absent", *(show(entry) for entry in harmless)])
         raise InvalidRequest(
-            f"{name}: {feature} is not supported by this server; {show(value)} was given, the field must be {allowed}",
+            f"{name}: {feature} is not supported by this server; {show(value)} was given, the field must be {instead}",
             param=name,
         )
 
@@ -247,15 +247,15 @@ def explain(body: bytes, kind: type[msgspec.Struct], complaint: str) -> InvalidR
     missing = re.search(r"missing required field `(?P<name>[^`]*)`", complaint)
     if missing and not path:
         name = missing["name"]
-        return InvalidRequest(f"{name} is missing; it must be {_allowed(kind, name)}", param=name)
+        return InvalidRequest(f"{name} is missing; it must be {allowed(kind, name)}", param=name)
     if not top:
         return InvalidRequest(complaint)
     given = value.get(top)
     if isinstance(given, dict) and path.startswith(top + ".") and _struct_at(kind, top) is not kind:
         inner = path[len(top) + 1 :]
-        allowed = _allowed(_struct_at(kind, top), inner)
-        return InvalidRequest(f"{path} must be {allowed}; {show(given.get(inner))} was given", param=path)
-    return InvalidRequest(f"{top} must be {_allowed(kind, top)}; {show(given)} was given", param=top)
+        words = allowed(_struct_at(kind, top), inner)
+        return InvalidRequest(f"{path} must be {words}; {show(given.get(inner))} was given", param=path)
+    return InvalidRequest(f"{top} must be {allowed(kind, top)}; {show(given)} was given", param=top)
 
 
 def _unknown_field(name: str, owner: str, kind: type[msgspec.Struct]) -> InvalidRequest:
@@ -274,7 +274,7 @@ def _struct_at(kind: type[msgspec.Struct], field: str) -> type[msgspec.Struct]:
     return kind
 
 
-def _allowed(kind: type[msgspec.Struct], field: str) -> str:
+def allowed(kind: type[msgspec.Struct], field: str) -> str:
     """The description of a field's values, in words."""
     for option in _options(_hints(kind).get(field)):
         for note in getattr(option, "__metadata__", ()):

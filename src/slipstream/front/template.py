@@ -95,15 +95,16 @@ class ChatTemplate:
         text = self._render(messages, add_generation_prompt and not continue_final_message, variables or {})
         if not continue_final_message:
             return text
-        final = str(messages[-1].get("content") or "").strip()
-        at = text.rfind(final) if final else -1
-        if at < 0:
-            raise InvalidRequest(
-                "the chat template does not render the last message as it is, so it cannot be continued; "
-                "send continue_final_message=false",
-                param="continue_final_message",
-            )
-        return text[: at + len(final)]
+        content = str(messages[-1].get("content") or "")
+        for final in (content, content.strip()):
+            at = text.rfind(final) if final else -1
+            if at >= 0:
+                return text[: at + len(final)]
+        raise InvalidRequest(
+            "the chat template does not render the last message as it is, so it cannot be continued; "
+            "send continue_final_message=false",
+            param="continue_final_message",
+        )
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
         known = {"messages": messages, "add_generation_prompt": add_generation_prompt}

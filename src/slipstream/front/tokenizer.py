@@ -32,9 +32,9 @@ _SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalt
 class Tokenizer:
     """One model's words.
 
-    `pieces[id]` is the bytes of a token, `special_ids` those that are left out of the text unless asked for.
-    `sampling_defaults` is what the model's makers recommend (generation_config.json). `chat_template` is None for a
-    model that has none.
+    `pieces[id]` is the bytes of a token (`longest_piece` of them at most), `special_ids` those that are left out of
+    the text unless asked for. `sampling_defaults` is what the model's makers recommend (generation_config.json).
+    `chat_template` is None for a model that has none.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Tokenizer:
         self.chat_template = ChatTemplate(chat_template, self.special) if chat_template else None
         self.special_ids = frozenset(i for i, t in encoder.get_added_tokens_decoder().items() if t.special)
         self.pieces, self._strip_first_space = _pieces(encoder)
+        self.longest_piece = max(map(len, self.pieces), default=1) or 1
         self._prefix, self._suffix = self._frame(add_bos, add_eos)
 
     @property
