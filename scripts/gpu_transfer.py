@@ -135,7 +135,8 @@ class Pools:
 
 def kernel(folder: str) -> None:
     """GB/s of the kernel alone by its settings: lists ready on the GPU, time between events around the launches."""
-    from slipstream.transfer.cuda.copier import CopySettings, Launch, TritonLauncher, kernel_lists
+    from slipstream.transfer.cuda.copier import kernel_lists
+    from slipstream.transfer.cuda.launcher import CopySettings, Launch, TritonLauncher
     from slipstream.transfer.cuda.plan import survey
 
     pools, results = Pools(), Results(folder, "kernel")
@@ -185,7 +186,7 @@ def interference(folder: str) -> None:
     "here" is the GPU whose kernel or copy engine moves the data, "there" the other: a push is read here and written
     there, a pull the other way.
     """
-    from slipstream.transfer.cuda.copier import CopySettings
+    from slipstream.transfer.cuda.launcher import CopySettings
     from slipstream.transfer.cuda.plan import CopyCosts
 
     pools, results = Pools(), Results(folder, "interference")

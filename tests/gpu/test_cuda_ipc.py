@@ -23,7 +23,8 @@ from slipstream.bench.endpoint import choose
 from slipstream.bench.transfer import Case, Child, Options, _measure, pool_bytes
 from slipstream.config import TransferConfig
 from slipstream.errors import PeerLost, RouteUnavailable
-from slipstream.transfer.cuda.copier import Copier, CopySettings
+from slipstream.transfer.cuda.copier import Copier
+from slipstream.transfer.cuda.launcher import CopySettings
 from slipstream.transfer.cuda.memory import DeviceMemory
 from slipstream.transfer.cuda.plan import CopyCosts, survey
 from slipstream.transfer.cuda.runtime import Device

@@ -3,6 +3,7 @@ queues that the test works off. What needs a real GPU is in tests/gpu."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -21,10 +22,13 @@ import pytest
 from slipstream.config import TransferConfig
 from slipstream.errors import ConfigError, PeerLost, PoolTooSmall, RouteUnavailable
 from slipstream.transfer.cuda.alarm import Alarm
-from slipstream.transfer.cuda.copier import Copier, CopySettings, Launch
+from slipstream.transfer.cuda.copier import Copier
 from slipstream.transfer.cuda.door import ProcessDoor
+from slipstream.transfer.cuda.launcher import CopySettings, Launch, TritonLauncher
 from slipstream.transfer.cuda.memory import DeviceMemory, Seal, read_seal, seal_offset
+from slipstream.transfer.cuda.plan import CopyCosts
 from slipstream.transfer.cuda.runtime import CudaError, find_device, uuid_text
+from slipstream.transfer.staging import Staging
 from slipstream.transfer.transports.base import Context, Exports, Region, Runs
 from slipstream.transfer.transports.cuda_ipc import CudaIpcTransport, CudaRemote, event_handle
 from slipstream.transfer.transports.door import knock
@@ -115,6 +119,12 @@ class HostDevice:
         event = next(self._names)
         self.events.add(event)
         return event
+
+    timing_event = event
+
+    def elapsed(self, start: int, end: int) -> float:
+        assert {start, end} <= self.done_events
+        return 1e-4
 
     def destroy_event(self, event: int) -> None:
         self.events.remove(event)
@@ -293,12 +303,23 @@ def test_runs_of_any_length_and_offset_arrive(ranks: tuple[Rank, Rank]):
 def test_many_runs_of_one_length_go_in_few_launches(ranks: tuple[Rank, Rank]):
     a, b = ranks
     remote = a.open(b)
+    remote.costs = CopyCosts(0.0, 0.0, 1.0, 1.0, 1.0)
     a.device.launches.clear()
     offsets = np.random.default_rng(3).permutation(PAGES * PAGE // 16).astype(np.int64) * 16
     ticket = a.transport.write(remote, Runs(offsets, offsets, np.full(len(offsets), 16, np.int64)))
     assert completions(a, 1) == [_done(ticket)]
-    assert len(a.device.launches) == 1
+    assert [launch.runs for launch in a.device.launches] == [2048, 8192, 6144]
     assert (contents(b.memory)[: PAGES * PAGE] == contents(a.memory)[: PAGES * PAGE]).all()
+
+
+def test_a_batch_of_pages_is_one_launch(ranks: tuple[Rank, Rank]):
+    a, b = ranks
+    remote = a.open(b)
+    a.device.launches.clear()
+    remote.costs = CopyCosts(0.0, 0.0, 1.0, 1.0, 1.0)
+    ticket = a.transport.write(remote, page_runs(list(range(PAGES)), list(range(PAGES))))
+    assert completions(a, 1) == [_done(ticket)]
+    assert [launch.runs for launch in a.device.launches] == [PAGES]
 
 
 def test_a_run_outside_the_region_writes_nothing(ranks: tuple[Rank, Rank]):
@@ -511,6 +532,106 @@ def test_events_are_taken_from_torch_and_as_integers():
 def test_impossible_settings_are_refused(wrong: dict[str, int]):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         CopySettings(**wrong)
+
+
+@pytest.mark.parametrize("step", [1, 16])
+def test_staged_runs_come_out_and_go_in_as_they_were(step: int):
+    device = HostDevice()
+    memory = DeviceMemory(device, PAGES, PAGE, 0)  # type: ignore[arg-type]
+    copiers = lambda device, settings: Copier(device, settings, launch=device.launch)  # noqa: E731
+    staging = Staging(memory.region, 2, 16384, device, copiers)  # type: ignore[arg-type]
+    random = np.random.default_rng(4)
+    contents(memory)[:] = random.integers(0, 256, memory.region.bytes)
+    before = contents(memory).copy()
+    length = random.integers(1, 5000 // step, 60) * step
+    start = np.cumsum(length + step) - length
+    order = random.permutation(60)
+    runs = Runs(start[order], start[order], length[order])
+    pieces = [(piece, packed.copy()) for piece, packed in staging.out(runs)]
+    assert sum(piece.total for piece, _ in pieces) == runs.total
+    contents(memory)[:] = 0
+    for piece, packed in pieces:
+        with staging.into(piece) as room:
+            room[:] = packed
+    staging.flush()
+    want = np.zeros_like(before)
+    for at, size in zip(start, length, strict=True):
+        want[at : at + size] = before[at : at + size]
+    assert (contents(memory) == want).all()
+    with pytest.raises(ValueError, match="does not fit"), staging.into(Runs(*[np.array([20000])] * 3)):
+        pass
+    staging.close()
+
+
+def test_a_consumer_that_stops_early_leaves_the_staging_usable():
+    device = HostDevice()
+    memory = DeviceMemory(device, PAGES, PAGE, 0)  # type: ignore[arg-type]
+    copiers = lambda device, settings: Copier(device, settings, launch=device.launch)  # noqa: E731
+    staging = Staging(memory.region, 2, 8192, device, copiers)  # type: ignore[arg-type]
+    runs = page_runs(list(range(20)), list(range(20)))
+    for _ in range(3):
+        for _piece in staging.out(runs):
+            break
+    assert len(list(staging.out(runs))) == 10
+    staging.close()
+
+
+class StandIn:
+    """As much of torch and of the kernels' module as a launch needs; `direct` kernels can be launched when compiled."""
+
+    def __init__(self, direct: bool) -> None:
+        self.launched: list[tuple[str, tuple[int, ...], tuple[int, ...], int | None]] = []
+        self.direct = direct
+        self.current: int | None = None
+        self.cuda = self
+        self.move_equal, self.move_any = _Kernel(self, "equal"), _Kernel(self, "any")
+
+    @staticmethod
+    def equal_tile(length: int, tile: int) -> tuple[int, int, int]:
+        return max(1, tile // length), min(length, tile) // 8, max(1, length // tile)
+
+    @staticmethod
+    def ExternalStream(stream: int, device: int) -> int:
+        return stream
+
+    @contextlib.contextmanager
+    def stream(self, stream: int) -> Iterator[None]:
+        self.current = stream
+        yield
+        self.current = None
+
+
+class _Kernel:
+    def __init__(self, owner: StandIn, name: str, compiled: bool = False) -> None:
+        self.owner, self.name, self.compiled = owner, name, compiled
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., _Kernel]:
+        def run(*arguments: int, num_warps: int = 0, stream: int | None = None) -> _Kernel:
+            if self.compiled and not self.owner.direct:
+                raise TypeError("launched directly")
+            at = stream if self.compiled else self.owner.current
+            self.owner.launched.append((self.name, grid, arguments, at))
+            return _Kernel(self.owner, self.name, compiled=True)
+
+        return run
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_every_launch_reaches_its_stream_with_its_arguments_once(direct: bool):
+    module = StandIn(direct)
+    launcher = TritonLauncher(0)
+    launcher._modules = module, module
+    settings = CopySettings(programs=4, tile_bytes=1 << 16)
+    base = 1 << 40
+    launches = [Launch(base, base << 1, base << 2, runs, length, 4) for runs in (1, 100) for length in (4096, 8192, 0)]
+    for stream, launch in enumerate([*launches, *launches]):
+        launcher(launch, stream, settings)
+    moved = [entry for entry in module.launched if entry[2][3] > 0]  # those of nothing only try
+    assert [entry[3] for entry in moved] == list(range(12))
+    assert [entry[2][3] for entry in moved] == [launch.runs for launch in [*launches, *launches]]
+    assert [entry[0] for entry in moved] == [("equal" if launch.length else "any") for launch in [*launches, *launches]]
+    assert all(entry[2][:3] == (base, base << 1, base << 2) for entry in moved)
+    assert max(entry[1][0] for entry in moved) == 4
 
 
 def test_an_alarm_is_readable_when_due_and_not_before():

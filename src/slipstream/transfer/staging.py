@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.transfer.copies import split
-from slipstream.transfer.cuda.copier import Copier, Copy, CopySettings
+from slipstream.transfer.cuda.copier import Copier, Copy
+from slipstream.transfer.cuda.launcher import CopySettings
 from slipstream.transfer.cuda.memory import PinnedMemory, read_seal
 from slipstream.transfer.cuda.plan import CopyCosts, survey
 from slipstream.transfer.cuda.runtime import Device

@@ -12,16 +12,15 @@ A copier belongs to one thread, and leaves its device current there.
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.errors import MissingExtra
+from slipstream.transfer.cuda.launcher import CopySettings, Launch, TritonLauncher
 from slipstream.transfer.cuda.memory import PinnedMemory
 from slipstream.transfer.cuda.plan import (
     WORD,
@@ -43,44 +42,16 @@ UNMEASURED = CopyCosts(
 )
 """For pools too small to measure with: of the order of two GPUs joined by NVLink. Only a choice of way hangs on it."""
 
-_LAUNCH_RUNS = 1 << 15  # runs a launch: behind the first, lists are made while the GPU already copies
+_FIRST_RUNS = 1 << 11  # runs of the first launch of a batch; while it runs, the list of the next is made, four times
+_LAUNCH_RUNS = 1 << 15  # as long, and so on up to this
 _SLOT_BYTES = 8 * _LAUNCH_RUNS  # smallest list buffer: one launch of runs of one length
 _MEASURE_BYTES = 128 << 20
+_MEASURE_BATCHES = 3
 _READ_IN_PLACE = 16 << 10  # lists up to this size are read by the kernel over the bus, which takes less than an upload
 
 
-@dataclass(frozen=True, slots=True)
-class CopySettings:
-    """How the kernel runs.
-
-    programs: thread blocks at most, each on a multiprocessor of its own: more of them fill the link, fewer leave
-    more of the GPU to the model. tile_bytes: bytes that a program has under way. warps: warps a program.
-    streams: batches that can run at the same time. engine_preference: how many times longer than by the kernel a copy
-    may take by the copy engine, which takes no multiprocessor, and still go that way.
-    """
-
-    programs: int = 64
-    tile_bytes: int = 64 << 10
-    warps: int = 16
-    streams: int = 2
-    engine_preference: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.programs < 1 or self.streams < 1 or self.warps not in (1, 2, 4, 8, 16):
-            raise ValueError(f"programs and streams must be positive and warps 1, 2, 4, 8 or 16: {self}")
-        if self.tile_bytes < 256 or self.tile_bytes & (self.tile_bytes - 1):
-            raise ValueError(f"tile_bytes must be a power of two of at least 256: {self.tile_bytes}")
-
-
-class Launch(NamedTuple):
-    """One kernel launch: `runs` runs described by the list at `lists`, see KernelList."""
-
-    source_at: int
-    destination_at: int
-    lists: int
-    runs: int
-    length: int
-    shift: int
+Batch = tuple[int, int, Runs, Survey, CopyCosts]
+"""What `Copier.start` takes."""
 
 
 @dataclass(eq=False)
@@ -141,13 +112,15 @@ class Copier:
         seen: Survey,
         costs: CopyCosts,
         after: int | None = None,
+        lane: _Lane | None = None,
     ) -> Copy:
         """Queues the copy of `runs`, which `survey` has seen, from one base address to another.
 
-        `after` is an event that must have happened before the first byte is read.
+        `after` is an event that must have happened before the first byte is read; without a `lane` the emptiest is
+        taken.
         """
         self.device.use()
-        lane = min(self._lanes, key=lambda lane: lane.in_flight)
+        lane = lane or min(self._lanes, key=lambda lane: lane.in_flight)
         division = divide(runs, seen, costs, self.settings.engine_preference)
         expected = min(costs.kernel(seen.total), costs.engine(len(runs.length), seen.total))
         copy = Copy(self._events.pop() if self._events else self.device.event(), lane, seen.total, expected)
@@ -247,36 +220,51 @@ class Copier:
         kernel_only = CopyCosts(0.0, 0.0, 1.0, 1.0, 1.0)
         engine_only = CopyCosts(1.0, 1.0, 0.0, 0.0, 0.0)
         times = []
-        for count, length, costs in (
-            (1, sizes.small, kernel_only),
-            (few, each, kernel_only),
-            (1, sizes.small, engine_only),
-            (sizes.many, sizes.small, engine_only),
-            (few, each, engine_only),
+        for count, length, costs, time in (
+            (1, small, kernel_only, self._latency),
+            (few, each, kernel_only, self._duration),
+            (1, small, engine_only, self._latency),
+            (sizes.many, small, engine_only, self._latency),
+            (few, each, engine_only, self._duration),
         ):
             runs = _wrapped(count, length, source_bytes, scratch_bytes)
             seen = survey(runs, source_bytes, scratch_bytes)
-            times.append(self._time(source_at, scratch_at, runs, seen, costs, clock))
+            batch = (source_at, scratch_at, runs, seen, costs)
+            times.append(time(batch, clock))
+        # A batch is measured on the GPU; alone it would also have taken what starting one takes.
+        times[1] += times[0]
+        times[4] += times[2]
         return costs_from_times(*times, sizes=sizes)
 
-    def _time(
-        self,
-        source_at: int,
-        destination_at: int,
-        runs: Runs,
-        seen: Survey,
-        costs: CopyCosts,
-        clock: Callable[[], float],
-    ) -> float:
+    def _latency(self, batch: Batch, clock: Callable[[], float]) -> float:
         """Seconds from the start of a batch to its end as this thread sees it: the least of some tries."""
         taken = []
         for _ in range(7):
             began = clock()
-            copy = self.start(source_at, destination_at, runs, seen, costs)
+            copy = self.start(*batch)
             while not self.is_done(copy):  # a few microseconds each; sleeping would be what is measured
                 pass
             taken.append(clock() - began)
         return min(taken[1:])
+
+    def _duration(self, batch: Batch, clock: Callable[[], float]) -> float:
+        """Seconds of the GPU for one batch among others: queueing the next is hidden behind the one before."""
+        lane = self._lanes[0]
+        start, end = self.device.timing_event(), self.device.timing_event()
+        self.wait(self.start(*batch, lane=lane))
+        taken = []
+        for _ in range(2):
+            first = self.start(*batch, lane=lane)
+            self.device.record(start, lane.stream)
+            copies = [first, *(self.start(*batch, lane=lane) for _ in range(_MEASURE_BATCHES))]
+            self.device.record(end, lane.stream)
+            for copy in copies:
+                self.wait(copy)
+            self.device.wait(end)
+            taken.append(self.device.elapsed(start, end) / _MEASURE_BATCHES)
+        for event in (start, end):
+            self.device.destroy_event(event)
+        return min(taken)
 
     def close(self) -> None:
         """Waits for nothing: copies must be done. Frees streams, events and lists."""
@@ -327,8 +315,10 @@ def kernel_lists(source_at: int, destination_at: int, runs: Runs, seen: Survey) 
         length = seen.length
     else:
         length, shift, runs = 0, 0, cut_long_runs(runs)
-    for start in range(0, len(runs.length), _LAUNCH_RUNS):
-        yield KernelList(_rows(runs, slice(start, start + _LAUNCH_RUNS)), length, shift)
+    start, size = 0, _FIRST_RUNS
+    while start < len(runs.length):
+        yield KernelList(_rows(runs, slice(start, start + size)), length, shift)
+        start, size = start + size, min(4 * size, _LAUNCH_RUNS)
 
 
 def _wrapped(count: int, each: int, source_bytes: int, destination_bytes: int) -> Runs:
@@ -336,48 +326,3 @@ def _wrapped(count: int, each: int, source_bytes: int, destination_bytes: int) -
     rows = np.arange(count, dtype=np.int64)
     places = [rows % max(1, size // each) * each for size in (source_bytes, destination_bytes)]
     return Runs(places[0], places[1], np.broadcast_to(np.int64(each), (count,)))
-
-
-class TritonLauncher:
-    """Starts the kernels of `transfer.cuda.kernel`. Raises MissingExtra when triton is not installed."""
-
-    def __init__(self, device_index: int) -> None:
-        self._index = device_index
-        self._streams: dict[int, Any] = {}
-        self._modules: tuple[Any, Any] | None = None  # torch and the kernels, once they are loaded
-
-    def __call__(self, launch: Launch, stream: int, settings: CopySettings) -> None:
-        torch, kernel = self._modules or self._load()
-        if stream not in self._streams:
-            self._streams[stream] = torch.cuda.ExternalStream(stream, device=self._index)
-        with torch.cuda.stream(self._streams[stream]):
-            if launch.length:
-                rows, columns, chunks = kernel.equal_tile(launch.length, settings.tile_bytes)
-                programs = max(1, min(settings.programs, -(-launch.runs // rows) * chunks))
-                arguments = (launch.lists, launch.runs, launch.length // WORD, chunks, launch.shift)
-                kernel.move_equal[(programs,)](
-                    launch.source_at, launch.destination_at, *arguments, rows, columns, num_warps=settings.warps
-                )
-            else:
-                programs = max(1, min(settings.programs, launch.runs))
-                words = settings.tile_bytes // 8
-                kernel.move_any[(programs,)](
-                    launch.source_at,
-                    launch.destination_at,
-                    launch.lists,
-                    launch.runs,
-                    words,
-                    1024,
-                    num_warps=settings.warps,
-                )
-
-    def _load(self) -> tuple[Any, Any]:
-        try:
-            import torch
-
-            kernel: Any = importlib.import_module("slipstream.transfer.cuda.kernel")
-        except ImportError as error:
-            raise MissingExtra("triton", "gpu") from error
-        torch.cuda.set_device(self._index)
-        self._modules = torch, kernel
-        return self._modules

@@ -224,6 +224,14 @@ class Device:
         flags = cudart.cudaEventDisableTiming | cudart.cudaEventBlockingSync
         return int(self._call("cudaEventCreateWithFlags", flags))
 
+    def timing_event(self) -> int:
+        """An event that knows when it happened, for `elapsed`."""
+        return int(self._call("cudaEventCreateWithFlags", self._runtime.cudart.cudaEventBlockingSync))
+
+    def elapsed(self, start: int, end: int) -> float:
+        """Seconds between two timing events that have happened."""
+        return float(self._call("cudaEventElapsedTime", start, end)) / 1e3
+
     def destroy_event(self, event: int) -> None:
         self._call("cudaEventDestroy", event)
 

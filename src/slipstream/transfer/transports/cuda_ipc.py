@@ -32,8 +32,9 @@ import msgspec
 
 from slipstream.errors import ConfigError, MissingExtra, PeerLost, RouteUnavailable
 from slipstream.transfer.cuda.alarm import Alarm
-from slipstream.transfer.cuda.copier import Copier, Copy, CopySettings
+from slipstream.transfer.cuda.copier import Copier, Copy
 from slipstream.transfer.cuda.door import ProcessDoor
+from slipstream.transfer.cuda.launcher import CopySettings
 from slipstream.transfer.cuda.memory import Seal, read_seal, seal_offset
 from slipstream.transfer.cuda.plan import CopyCosts, survey
 from slipstream.transfer.cuda.runtime import CudaError, Device
@@ -261,14 +262,14 @@ class CudaIpcTransport:
             return ticket
         mine, theirs = (self._region.address, self._region.bytes), (remote.address, remote.bytes)
         (source_at, source_bytes), (to, to_bytes) = (mine, theirs) if push else (theirs, mine)
+        began = time.perf_counter()
         seen = survey(runs, source_bytes, to_bytes)
         costs = remote.costs if push else remote.read_costs
         copy = self._copier.start(source_at, to, runs, seen, costs, event_handle(after))
-        now = time.perf_counter()
-        self._lane_due = max(self._lane_due, now) + copy.expected
+        self._lane_due = max(self._lane_due, began) + copy.expected
         remote.in_flight += 1
         self._flights[ticket] = _Flight(copy, remote, self._lane_due)
-        self._set_alarm(now)
+        self._set_alarm(time.perf_counter())
         return ticket
 
     def poll(self) -> list[Completion]:
