@@ -315,18 +315,18 @@ class WorkerServer:
 
     # ---------------------------------------------------------------------------------------------- joining
 
-    def join(self, router_url: str) -> None:
+    def join(self, router_url: str, api_key: str) -> None:
         """Registers with a router, again and again until it has connected, and anew when it is gone."""
-        self._aio.call_soon_threadsafe(lambda: self._spawn(self._join(router_url.rstrip("/"))))
+        self._aio.call_soon_threadsafe(lambda: self._spawn(self._join(router_url.rstrip("/"), api_key)))
 
-    async def _join(self, url: str) -> None:
+    async def _join(self, url: str, api_key: str) -> None:
         assert self.info is not None
         joined = None
         said = ""
         while True:
             if joined is None or joined not in self._routers:
                 try:
-                    joined = await asyncio.to_thread(register, url, self.info.http)
+                    joined = await asyncio.to_thread(register, url, self.info.http, api_key)
                     said = ""
                 except (OSError, ValueError) as error:
                     if str(error) != said:
@@ -335,14 +335,13 @@ class WorkerServer:
             await asyncio.sleep(self._heartbeat_s if joined in self._routers else 0.25)
 
 
-def register(router_url: str, worker_url: str) -> str:
+def register(router_url: str, worker_url: str, api_key: str = "") -> str:
     """Asks a router to connect to this worker; returns the router's id. Raises OSError or ValueError."""
-    request = urllib.request.Request(
-        f"{router_url}/workers",
-        data=json.dumps({"url": worker_url}).encode(),
-        headers={"content-type": "application/json"},
-        method="POST",
-    )
+    headers = {"content-type": "application/json"}
+    if api_key:
+        headers["authorization"] = f"Bearer {api_key}"
+    body = json.dumps({"url": worker_url}).encode()
+    request = urllib.request.Request(f"{router_url}/workers", body, headers, method="POST")
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=5) as answer:

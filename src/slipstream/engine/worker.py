@@ -128,7 +128,7 @@ class Worker:
         server.attach(self._info, agent, loop.post)
         server.state = "ready"
         if config.join:
-            server.join(config.join)
+            server.join(config.join, config.api_key)
 
     def _describe(self, opened: OpenedModel, pages: int, max_model_len: int, server: WorkerServer) -> WorkerInfo:
         config = self._worker
