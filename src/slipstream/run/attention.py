@@ -22,9 +22,9 @@ from torch import Tensor
 from slipstream.engine.plan import StepPlan
 from slipstream.kv.layout import KVLayout
 
-GROUP_SLACK_TOKENS = 128  # decoding sequences that differ by less are padded to one length
-GROUP_SLACK_SHARE = 0.25  # or by less than this share of the longest
-GROUP_TOKENS = 1 << 17  # padded tokens that are gathered at once at most, a layer
+GROUP_SLACK_TOKENS = 64  # decoding sequences that differ by less are padded to one length
+GROUP_SLACK_SHARE = 0.125  # or by less than this share of the longest
+GROUP_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}  # gathered at once at most, a layer: on a CPU what its caches hold
 
 
 class PagedPool:
@@ -41,6 +41,13 @@ class PagedPool:
         self.rows = self.values.view(-1, layout.head_dim)
         self.blocks = self.values.view(-1, layout.page_tokens * layout.head_dim)
         self.device, self.dtype = memory.device, dtype
+        self._gathered = torch.empty(0, self.blocks.shape[1], dtype=dtype, device=memory.device)
+
+    def gather(self, blocks: Tensor) -> Tensor:
+        """The blocks as rows of one tensor, valid until the next call: fresh memory would cost more than the copy."""
+        if len(self._gathered) < len(blocks):
+            self._gathered = self.blocks.new_empty(len(blocks) + len(blocks) // 4, self.blocks.shape[1])
+        return torch.index_select(self.blocks, 0, blocks, out=self._gathered[: len(blocks)])
 
     def layer(self, layer: int) -> Tensor:
         """[pages, heads, 2, tokens, dim] of one layer: a strided view."""
@@ -91,9 +98,26 @@ class StepAttention:
         layers = np.arange(layout.layers)[:, None] * (2 * block)
         self._key_rows = pool.tensor(rows.reshape(1, -1) + layers).unbind(0)
         self._value_rows = pool.tensor(rows.reshape(1, -1) + layers + block).unbind(0)
-        self._groups = [self._group(plan, part) for part in _groups(plan, np.flatnonzero(new == 1))]
+        self._groups = [self._group(plan, part) for part in self._grouped(plan, np.flatnonzero(new == 1))]
         self._chunks = [self._chunk(plan, int(index)) for index in np.flatnonzero(new > 1)]
         self._decodes_all = len(self._groups) == 1 and self._groups[0].tokens is None
+
+    def _grouped(self, plan: StepPlan, sequences: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """Cuts decoding sequences into groups of similar length, each in the order of the plan."""
+        lengths = plan.context_lens[sequences]
+        order = np.argsort(-lengths, kind="stable")
+        most = GROUP_BYTES[self.pool.device.type] * self.pool.layout.layers // self.pool.layout.token_bytes
+        groups: list[NDArray[np.int64]] = []
+        start = 0
+        for index in range(1, len(order) + 1):
+            longest = lengths[order[start]]
+            if index < len(order):
+                close = longest - lengths[order[index]] <= max(GROUP_SLACK_TOKENS, GROUP_SLACK_SHARE * longest)
+                if close and (index - start + 1) * longest <= most:
+                    continue
+            groups.append(np.sort(sequences[order[start:index]]))
+            start = index
+        return groups
 
     def _gathered(self, plan: StepPlan, sequences: NDArray[np.int64], length: int) -> Tensor:
         """Blocks of layer 0 for [2, sequences, heads, pages]."""
@@ -148,7 +172,7 @@ class StepAttention:
         """Keys and values [sequences, heads, length, dim] of gathered blocks."""
         layout = self.pool.layout
         shape = (2, sequences, layout.kv_heads, -1, layout.head_dim)
-        gathered = self.pool.blocks.index_select(0, blocks + 2 * layer if layer else blocks).view(shape)
+        gathered = self.pool.gather(blocks + 2 * layer if layer else blocks).view(shape)
         return gathered[0, :, :, :length], gathered[1, :, :, :length]
 
     def _decode(self, layer: int, query: Tensor, group: DecodeGroup) -> Tensor:
@@ -172,23 +196,3 @@ class StepAttention:
             enable_gqa=True,
         )
         return out[0].transpose(0, 1).reshape(query.shape[0], -1)
-
-
-def _groups(plan: StepPlan, sequences: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Cuts decoding sequences into groups of similar length, each in the order of the plan."""
-    if len(sequences) < 2:
-        return [sequences] if len(sequences) else []
-    lengths = plan.context_lens[sequences]
-    order = np.argsort(-lengths, kind="stable")
-    groups: list[NDArray[np.int64]] = []
-    start = 0
-    for index in range(1, len(order) + 1):
-        longest = lengths[order[start]]
-        if index < len(order):
-            slack = longest - lengths[order[index]]
-            close = slack <= max(GROUP_SLACK_TOKENS, GROUP_SLACK_SHARE * longest)
-            if close and (index - start + 1) * longest <= GROUP_TOKENS:
-                continue
-        groups.append(np.sort(sequences[order[start:index]]))
-        start = index
-    return groups
