@@ -83,7 +83,7 @@ def test_every_transport_is_a_candidate_or_has_its_reason() -> None:
     ranking = rank(exports(), exports(process="q", offers=["tcp"]), ["shm", "tcp"], {"nixl": "no nixl"})
     assert ranking.candidates == ("tcp",)
     assert ranking.rejected == {
-        "local": "here: not set up by this worker",
+        "local": "the peer is another process",
         "cuda_ipc": "here: not set up by this worker",
         "shm": "at the peer: not set up by that worker",
         "nixl": "here: no nixl",

@@ -79,5 +79,5 @@ class WorkerMetrics:
 
     def routes(self, reports: list[RouteReport]) -> None:
         self._route_rate.clear()
-        for report in reports:
+        for report in (report for report in reports if not report.error):
             self._route_rate.labels(report.peer, report.transport).set(report.gb_per_s)

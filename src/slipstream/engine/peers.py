@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 
 from slipstream import wire
 from slipstream.engine.core import EngineCore
 from slipstream.engine.loop import Event
-from slipstream.errors import LayoutMismatch, PeerLost
+from slipstream.errors import LayoutMismatch, PeerLost, SlipstreamError
 from slipstream.stream import Link
 from slipstream.transfer import peer as handshake
 from slipstream.transfer.agent import TransferAgent
@@ -30,6 +31,7 @@ from slipstream.transfer.transports.base import Exports
 logger = logging.getLogger(__name__)
 
 HELLO_S = 10.0
+RETRY_S = 1.0
 
 _from_destination = wire.Decoder(wire.FromDestination)
 
@@ -53,15 +55,47 @@ class Peers:
         self._on_routes = on_routes
         self._opening: dict[str, asyncio.Task[str]] = {}  # wire address -> peer id
         self._links: dict[tuple[str, bool], Link] = {}  # (peer id, I am the source) -> link
+        self._wanted: dict[str, frozenset[str]] = {}  # router id -> wire addresses of workers to be linked to
+        self._kept: set[str] = set()  # those of them that `_keep` looks after
         self._served: dict[str, asyncio.Event] = {}  # peer id -> set when the link that this source opened is done with
-        self._readers: set[asyncio.Task[None]] = set()
-        self.routes: dict[str, wire.RouteReport] = {}  # peer id -> report
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._routes: dict[str, wire.RouteReport] = {}  # peer id -> report
+        self._unreached: dict[str, wire.RouteReport] = {}  # wire address -> why there is no route to it
 
     def send(self, peer: str, message: wire.Message, *, as_source: bool) -> None:
         """Sends to a live peer; a lost one is reported to the engine by its reader, so nothing is said here."""
         link = self._links.get((peer, as_source))
         if link is not None:
             link.send(message)
+
+    @property
+    def routes(self) -> list[wire.RouteReport]:
+        """All proven routes, and for each address that could not be reached a report with its `error`."""
+        return [*self._routes.values(), *self._unreached.values()]
+
+    def meet(self, router: str, addresses: Sequence[str]) -> None:
+        """Keeps links to these workers open while this router wants them; they replace those it named before."""
+        self._wanted[router] = frozenset(addresses)
+        for address in set(addresses) - self._kept:
+            self._kept.add(address)
+            self._start(self._keep(address))
+
+    def forget_router(self, router: str) -> None:
+        self._wanted.pop(router, None)
+
+    async def _keep(self, address: str) -> None:
+        said = ""
+        while any(address in wanted for wanted in self._wanted.values()):
+            try:
+                await self.open(address)
+                said = ""
+            except SlipstreamError as error:
+                if error.message != said:
+                    said = error.message
+                    logger.warning("no route to %s: %s", address, said)
+            await asyncio.sleep(RETRY_S)
+        self._kept.discard(address)
+        self._unreached.pop(address, None)
 
     async def open(self, address: str) -> str:
         """The id of the worker at `address`, linked and with a proven route. Raises SlipstreamError."""
@@ -73,8 +107,13 @@ class Peers:
         return await asyncio.shield(task)
 
     def _opened(self, address: str, task: asyncio.Task[str]) -> None:
-        if (task.cancelled() or task.exception() is not None) and self._opening.get(address) is task:
-            del self._opening[address]
+        self._unreached.pop(address, None)
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or error is not None:
+            self._opening.pop(address, None)
+        if error is not None and address in self._kept:
+            self._unreached[address] = wire.RouteReport(peer=address, transport="none", error=str(error))
+            self._on_routes()
 
     async def _open(self, address: str) -> str:
         try:
@@ -87,7 +126,7 @@ class Peers:
             link.close()
             raise
         self._links[peer.id, True] = link
-        self.routes[peer.id] = report
+        self._routes[peer.id] = report
         logger.info(
             "route to %s: %s, %.1f GB/s, %.0f us%s",
             peer.name,
@@ -106,7 +145,8 @@ class Peers:
         )
         link.send(hello)
         try:
-            answer = await asyncio.wait_for(link.receive(), HELLO_S)
+            async with asyncio.timeout(HELLO_S):
+                answer = await link.receive()
         except TimeoutError as error:
             raise PeerLost(f"{link.label} did not answer Hello within {HELLO_S:.0f} s") from error
         if isinstance(answer, wire.Rejected):
@@ -177,7 +217,7 @@ class Peers:
     async def _lost(self, peer: str, *, as_source: bool) -> None:
         self._links.pop((peer, as_source), None)
         if as_source:
-            self.routes.pop(peer, None)
+            self._routes.pop(peer, None)
             await asyncio.to_thread(self._agent.disconnect, peer)
             self._post(partial(EngineCore.destination_lost, peer_id=peer))
             self._on_routes()
@@ -188,12 +228,13 @@ class Peers:
     def _regions(self) -> list[msgspec.Raw]:
         return [msgspec.Raw(msgspec.msgpack.encode(self._agent.exports()))]
 
-    def _start(self, coroutine: object) -> None:
-        task = asyncio.ensure_future(coroutine)  # type: ignore[arg-type]
-        self._readers.add(task)
-        task.add_done_callback(self._readers.discard)
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def close(self) -> None:
+        self._wanted.clear()
         for link in self._links.values():
             link.close()
 

@@ -172,6 +172,8 @@ class WorkerServer:
                 self._informed.remove(link)
             if self._routers.get(hello.id) is link:
                 del self._routers[hello.id]
+                if self._peers is not None:
+                    self._peers.forget_router(hello.id)
                 self._post(partial(EngineCore.router_lost, router=hello.id))
 
     def _from_router(self, router: str, link: Link, message: wire.Message) -> None:
@@ -187,8 +189,8 @@ class WorkerServer:
             case wire.Ping(n=n):
                 link.send(wire.Pong(n=n))
             case wire.Meet(peers=peers):
-                for address in peers:
-                    self._spawn(self._meet(address))
+                assert self._peers is not None
+                self._peers.meet(router, peers)
             case wire.Drain():
                 self.state = "draining"
                 self._post(EngineCore.drain)
@@ -224,13 +226,6 @@ class WorkerServer:
             )
             return
         self._post(partial(EngineCore.submit, request=request, router=router, decode_at=peer))
-
-    async def _meet(self, address: str) -> None:
-        assert self._peers is not None
-        try:
-            await self._peers.open(address)
-        except SlipstreamError as error:
-            logger.warning("no route to %s: %s", address, error.message)
 
     # ---------------------------------------------------------------------------------------------- out
 
@@ -291,7 +286,7 @@ class WorkerServer:
             self._publish_now()
 
     def routes(self) -> list[wire.RouteReport]:
-        return list(self._peers.routes.values()) if self._peers is not None else []
+        return self._peers.routes if self._peers is not None else []
 
     # ---------------------------------------------------------------------------------------------- questions
 
@@ -323,7 +318,7 @@ class WorkerServer:
         assert self.info is not None
         joined = None
         said = ""
-        while True:
+        while self.state == "ready":
             if joined is None or joined not in self._routers:
                 try:
                     joined = await asyncio.to_thread(register, url, self.info.http, api_key)

@@ -63,12 +63,12 @@ def unavailable(wanted: str, rejected: Mapping[str, str]) -> str:
 
 def _objection(name: str, mine: Exports, theirs: Exports, usable: Collection[str], refused: Mapping[str, str]) -> str:
     """Why this transport cannot serve the pair, as far as can be said without trying; empty when it may."""
-    if name not in usable:
-        return f"here: {refused.get(name, 'not set up by this worker')}"
     if name in SAME_PROCESS and mine.process != theirs.process:
         return "the peer is another process"
     if name in SAME_MACHINE and mine.machine != theirs.machine:
         return "the peer runs on another machine"
+    if name not in usable:
+        return f"here: {refused.get(name, 'not set up by this worker')}"
     if name == "cuda_ipc" and (mine.kind, theirs.kind) != ("cuda", "cuda"):
         return f"it joins GPUs; the memory is {mine.kind} here and {theirs.kind} there"
     if name not in {description.transport for description in theirs.descriptions} and name != "fake":
