@@ -210,9 +210,12 @@ def test_the_start_is_a_table_on_a_terminal():
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=80)
     display = Display(["router", "decode-0"], "text", table=True, console=console)
-    display.line("decode-0", "12:00:00.123 launch: loading 40 %")
+    display.line("decode-0", "12:00:00.123 launch.worker: loading 40 %")
+    display.line("router", "12:00:00.123 warning router.fleet: odd")
     display.ready()
     display.line("decode-0", "after")
     text = out.getvalue()
-    assert "launch: loading 40 %" in text
+    assert "loading 40 %" in text
+    assert "launch.worker" not in text
+    assert "warning router.fleet: odd" in text
     assert "after" in text

@@ -23,6 +23,8 @@ COMMANDS = {
     "worker": "Run one worker, to be joined to a router.",
     "router": "Run one router with its HTTP front, in front of workers.",
     "generate": "Answer one prompt in the terminal, without a server.",
+    "topo": "Show GPUs, links and networks of a machine, and the ways that data can take.",
+    "bench": "Measure this machine.",
     "version": "Print the versions of slipstream and of what it runs on.",
 }
 DEFAULT_COMMAND = "serve"

@@ -7,6 +7,7 @@ children are passed on as they are, and what is not JSON (a traceback of the int
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ from rich.text import Text
 
 from slipstream.config import LogFormat
 
+LOG_LINE = re.compile(r"^[\d:.]{12} (warning |error |critical )?([\w.]+): ")
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue")
 
 
@@ -42,7 +44,7 @@ class Display:
         if self._json:
             print(text if text.startswith("{") else _as_json(name, text), file=sys.stderr, flush=True)
         elif self._live is not None:
-            self._last[name] = _without_clock(text)
+            self._last[name] = _message(text)
         else:
             self._console.print(self._prefix(name), Text(text), sep="", end="\n")
 
@@ -70,6 +72,6 @@ def _as_json(name: str, text: str) -> str:
     return msgspec.json.encode(event).decode()
 
 
-def _without_clock(text: str) -> str:
-    clock, _, rest = text.partition(" ")
-    return rest if clock[:2].isdigit() and clock.count(":") == 2 else text
+def _message(text: str) -> str:
+    """A log line without its clock and, unless it is a warning or worse, without its logger."""
+    return LOG_LINE.sub(lambda match: f"{match[1]}{match[2]}: " if match[1] else "", text)
