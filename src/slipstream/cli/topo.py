@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
@@ -70,7 +71,7 @@ def command(
     elif as_json:
         click.echo(report.json_report(machine, plan, readings))
     else:
-        if click.get_text_stream("stdout").isatty() and (machine.gpus or machine.nics):
+        if sys.stdout.isatty() and (machine.gpus or machine.nics):
             from rich.console import Console
 
             from slipstream.topo import draw
