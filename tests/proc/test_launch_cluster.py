@@ -115,6 +115,23 @@ def test_a_worker_that_cannot_start_ends_serve_with_its_sentence(tiny: str):
     assert "Traceback" not in program.output
 
 
+def test_a_cluster_with_an_api_key_comes_together_and_asks_for_it(tiny: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SLIPSTREAM_API_KEY", "s3cret")
+    program = Program("serve", tiny, "--port", "0", *SMALL)
+    try:
+        server = Server(program.says(r"is served at (http://\S+)")[1])
+        assert server.get("/workers")[0] == 401
+        request = urllib.request.Request(server.url + "/workers", headers={"authorization": "Bearer s3cret"})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            assert {worker["name"] for worker in json.loads(answer.read())["workers"]} == {"prefill-0", "decode-0"}
+        command_lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in children_of(program.process.pid)]
+        assert len(command_lines) == 3
+        assert not any("s3cret" in line for line in command_lines)
+    finally:
+        program.process.terminate()
+        program.ends()
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         return sock.getsockname()[1]
