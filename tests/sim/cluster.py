@@ -143,6 +143,7 @@ class Worker:
         self.from_router: Channel | None = None
         self.out: dict[str, Link] = {}  # links on which we are the source, by peer id
         self.into: dict[str, Link] = {}
+        self.links: list[Link] = []  # all that there ever were
         self._computing = False
         self._woken = False
         self._inbox: list[Callable[[], None]] = []
@@ -292,6 +293,8 @@ class Link:
         self.back = Channel(self.world, self.source.trouble.delay)
         self.source.out[self.destination.id] = self
         self.destination.into[self.source.id] = self
+        self.source.links.append(self)
+        self.destination.links.append(self)
 
     def send(self, sender: Worker, message: wire.Message) -> None:
         if sender is self.source:

@@ -114,7 +114,7 @@ class Router(RouterSide):
 
     def _continue(self, ticket: Ticket) -> None:
         self.world.after(0.3 + self.world.delay(3.0), lambda: self.place(ticket))
-        for name in {ticket.prefill, ticket.decode}:
+        for name in dict.fromkeys((ticket.prefill, ticket.decode)):
             self._abort(name, ticket.request.id, ticket.attempt)
         ticket.owner = None
         ticket.prefill = ticket.decode = None
@@ -123,7 +123,7 @@ class Router(RouterSide):
         """The client has gone."""
         if ticket.ended is None:
             ticket.ended = "aborted"
-            for name in {ticket.prefill, ticket.decode}:
+            for name in dict.fromkeys((ticket.prefill, ticket.decode)):
                 self._abort(name, ticket.request.id, ticket.attempt)
 
     def _abort(self, worker_id: str | None, request: str, attempt: int) -> None:

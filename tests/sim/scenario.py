@@ -139,8 +139,9 @@ class Scenario:
         if world.tracing:
             world.say(f"{worker.id} dies")
         worker.alive = False
-        for link in [*worker.out.values(), *worker.into.values()]:
+        for link in worker.links:
             link.lose(relink=False)
+            link.prove()  # of one that was lost before, and whose source has not come to hear of it
         if worker.to_router is not None and worker.from_router is not None:
             worker.from_router.cut(0.0)
             router = self.router

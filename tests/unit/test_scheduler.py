@@ -334,6 +334,18 @@ def test_two_workers_full_of_requests_for_each_other_do_not_wait_for_ever() -> N
     assert [m.xfer for m in bench.peer if isinstance(m, wire.Cancel)] == [2, 1]
 
 
+def test_one_that_fills_the_pool_and_loses_its_pages_is_failed_and_not_kept_waiting_for_ever() -> None:
+    bench = Bench(4)
+    bench.submit("away", 12, 9, decode_at="peer")
+    bench.run()
+    bench.offer(1, 8, 2)
+    bench.run()
+    assert bench.granted() == [1]
+    (failed,) = bench.failed
+    assert (failed.request, failed.code, failed.retriable) == ("away", "engine_failure", True)
+    assert "13 tokens have to be computed again, this worker has KV pages for 12" in failed.message
+
+
 def test_a_step_does_not_cost_more_because_many_wait() -> None:
     """What is looked at in a step is bounded, whatever waits: counted, not timed."""
     looks = []

@@ -90,6 +90,7 @@ class EngineCore:
             prefix_cache=settings.prefix_cache,
             fits=self._fits,
             withdraw=lambda sequence: self._outgoing.cancel(sequence, "worker_lost"),
+            give_up=self._outgrown,
         )
         self._incoming = Incoming(
             self._outbox,
@@ -354,6 +355,15 @@ class EngineCore:
         if sequence.phase is not Phase.ENDED:
             self._answer_failed(sequence, code, message, retriable=True)
             self._end(sequence, code)
+
+    def _outgrown(self, sequence: Sequence) -> None:
+        """It has lost its pages while it waited for its destination, and with its first token needs more than all."""
+        self._fail(
+            sequence,
+            "engine_failure",
+            f"{len(sequence.tokens)} tokens have to be computed again, this worker has KV pages for "
+            f"{self._account.total * self.page_tokens}; give it more with --kv-tokens",
+        )
 
     def _answer_failed(self, sequence: Sequence, code: str, message: str, retriable: bool | None = None) -> None:
         name, attempt = sequence.identity

@@ -55,7 +55,8 @@ class Scheduler:
 
     `headroom_tokens` is how many tokens of growth are kept free for each sequence that decodes or will soon.
     `fits(cost, growth)` says whether new work may take `cost` pages now and will soon need `growth` more.
-    `withdraw(sequence)` is called to cancel the ungranted offer of a sequence that is preempted.
+    `withdraw(sequence)` is called to cancel the ungranted offer of a sequence that is preempted, `give_up(sequence)` to
+    fail one that has grown too large for this pool, which only one for a larger decode worker can.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Scheduler:
         prefix_cache: bool,
         fits: Callable[[int, int], bool],
         withdraw: Callable[[Sequence], None],
+        give_up: Callable[[Sequence], None],
     ) -> None:
         self.account = account
         self.rows = rows
@@ -86,6 +88,7 @@ class Scheduler:
         self._prefix_cache = prefix_cache
         self._fits = fits
         self._withdraw = withdraw
+        self._give_up = give_up
         self._lists = {
             Phase.WAITING: self.waiting,
             Phase.PREFILL: self.prefilling,
@@ -205,6 +208,9 @@ class Scheduler:
         assert not sequence.copying, f"{sequence!r} preempted while its pages are being copied"
         assert not sequence.in_flight, f"{sequence!r} preempted while it is being computed"
         self.preemptions += 1
+        if len(sequence.tokens) > self.account.total * self._page_tokens:
+            self._give_up(sequence)
+            return
         self._withdraw(sequence)
         self.rows.release(sequence)
         self.leave(sequence)
