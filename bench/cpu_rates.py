@@ -5,7 +5,7 @@
 Both sides compute in float32 (or --dtype) on --threads threads, one after the other; each figure is the best of
 --repeats runs. Prefill is the time from a prompt to its first token, all prompts of the batch together; decode is all
 further tokens of the batch over their time. On a machine that others use too, `--clock cpu` counts this process's
-processor seconds instead of the wall's (one thread only). Figures are of one machine and moment: the conditions are printed.
+processor seconds instead of the wall's (one thread only). The conditions are printed with the figures.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class Ours:
     def prefill(self, prompts: np.ndarray) -> np.ndarray:
         first = np.zeros(len(prompts), dtype=np.int64)
         for row, prompt in enumerate(prompts):
+            found = first[:1]
             for start in range(0, len(prompt), self.chunk):
                 part = prompt[None, start : start + self.chunk]
                 last = start + self.chunk >= len(prompt)

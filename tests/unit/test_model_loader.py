@@ -105,6 +105,23 @@ def test_damaged_and_quantised_files_are_refused(folder: Path):
     assert "cannot be read as safetensors" in message_of(folder)
 
 
+def test_wide_weights_get_a_second_copy_only_where_memory_is_plentiful(folder: Path):
+    plentiful = load_from(folder, free_bytes=None)
+    needed = plentiful.config.parameters * 4
+    tight = load_from(folder, free_bytes=needed + 1000)
+    some = load_from(folder, free_bytes=needed + 5 * (plentiful.head.weight.nbytes + 1000))
+    copies = [
+        [linear._packed is not None for linear in (model.head, *(layer.gate_up for layer in model.layers))]
+        for model in (plentiful, some, tight)
+    ]
+    assert copies == [[True] * 4, [True, False, False, False], [False] * 4]
+    x = torch.randn(5, 64)
+    assert torch.allclose(plentiful.head(x), tight.head(x), atol=1e-5)
+    assert torch.allclose(
+        plentiful.layers[0].gate_up(x), torch.nn.functional.linear(x, tight.layers[0].gate_up.weight), atol=1e-5
+    )
+
+
 def test_random_weights_are_the_same_everywhere_and_have_an_identity(folder: Path):
     (folder / "model.safetensors").unlink()
     first, second = load_from(folder, dummy=True), load_from(folder, dummy=True)

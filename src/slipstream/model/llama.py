@@ -100,6 +100,11 @@ class Llama:
         """Logits [rows, vocab] in float32 of chosen rows of the final hidden states."""
         return self.head(hidden).float()
 
+    def wide_linears(self) -> list[Linear]:
+        """Those that a second copy of their weights would make faster, most useful first."""
+        linears = [self.head, *(layer.gate_up for layer in self.layers)]
+        return [linear for linear in linears if linear.packable]
+
     def tensors(self) -> dict[str, Tensor]:
         """Hugging Face name to the (possibly strided) tensor that holds it, for loading and for comparing."""
         found = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm.weight}

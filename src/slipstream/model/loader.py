@@ -23,6 +23,7 @@ from slipstream.model.llama import Llama
 Progress = Callable[[int, int], None]
 SAFETENSORS_DTYPES = {"F32", "F16", "BF16", "F64"}
 DUMMY_SEED = 0
+PACK_SHARE = 0.2  # of the memory that is free after loading, at most, goes to second copies of weights
 
 
 class Weights(Protocol):
@@ -61,6 +62,7 @@ def load(
     if dummy:
         model = Llama(config, dtype=dtype, device=device)
         _fill_at_random(model.tensors(), progress)
+        _pack(model, free_bytes, needed)
         return model
     weights = GGUFWeights(files.weights[0], config) if files.kind == "gguf" else SafetensorsWeights(files.weights)
     wanted = {name: tuple(tensor.shape) for name, tensor in _meta_tensors(config).items()}
@@ -75,7 +77,18 @@ def load(
             progress(done, total)
     if isinstance(weights, GGUFWeights):
         model.rotary.set_factors(weights.rope_factors())
+    _pack(model, free_bytes, needed)
     return model
+
+
+def _pack(model: Llama, free_bytes: int | None, needed: int) -> None:
+    """Gives wide linears of a CPU model their second copy, as far as memory is plentiful."""
+    room = float("inf") if free_bytes is None else (free_bytes - needed) * PACK_SHARE
+    for linear in model.wide_linears():
+        room -= linear.weight.nbytes
+        if room < 0:
+            break
+        linear.pack()
 
 
 def _meta_tensors(config: ModelConfig) -> dict[str, Tensor]:
