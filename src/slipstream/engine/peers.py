@@ -58,7 +58,9 @@ class Peers:
         self._wanted: dict[str, frozenset[str]] = {}  # router id -> wire addresses of workers to be linked to
         self._kept: set[str] = set()  # those of them that `_keep` looks after
         self._served: dict[str, asyncio.Event] = {}  # peer id -> set when the link that this source opened is done with
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._keepers: set[asyncio.Task[None]] = set()
+        self._readers: set[asyncio.Task[None]] = set()
+        self._closing = False
         self._routes: dict[str, wire.RouteReport] = {}  # peer id -> report
         self._unreached: dict[str, wire.RouteReport] = {}  # wire address -> why there is no route to it
 
@@ -78,7 +80,7 @@ class Peers:
         self._wanted[router] = frozenset(addresses)
         for address in set(addresses) - self._kept:
             self._kept.add(address)
-            self._start(self._keep(address))
+            self._start(self._keepers, self._keep(address))
 
     def forget_router(self, router: str) -> None:
         self._wanted.pop(router, None)
@@ -136,7 +138,7 @@ class Peers:
             "".join(f"; not {name}: {reason}" for name, reason in better(report).items()),
         )
         self._on_routes()
-        self._start(self._read_destination(link, address, peer.id))
+        self._start(self._readers, self._read_destination(link, address, peer.id))
         return peer.id
 
     async def _introduce(self, link: Link) -> tuple[wire.WorkerInfo, wire.RouteReport]:
@@ -160,7 +162,7 @@ class Peers:
     async def _read_destination(self, link: Link, address: str, peer: str) -> None:
         while (message := await link.receive()) is not None:
             self._post(partial(EngineCore.from_destination, peer_id=peer, message=message))
-        logger.warning("decode worker lost: %s", link.lost_because)
+        logger.log(logging.DEBUG if self._closing else logging.WARNING, "decode worker lost: %s", link.lost_because)
         self._opening.pop(address, None)
         await self._lost(peer, as_source=True)
 
@@ -180,8 +182,9 @@ class Peers:
         await self._end_former(peer)
         ended = self._served[peer] = asyncio.Event()
         self._links[peer, False] = link
-        link.send(wire.Welcome(info=self._info, regions=self._regions()))
+        # Admitted before it is told so: it may open our memory the moment it reads Welcome.
         probes = handshake.DestinationProbes(link, self._agent, peer, decode_exports(hello.regions))
+        link.send(wire.Welcome(info=self._info, regions=self._regions()))
         try:
             while (message := await link.receive()) is not None:
                 if not await probes.handle(message):
@@ -228,15 +231,21 @@ class Peers:
     def _regions(self) -> list[msgspec.Raw]:
         return [msgspec.Raw(msgspec.msgpack.encode(self._agent.exports()))]
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    @staticmethod
+    def _start(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """Ends all links; returns when what their ends ask for has been done."""
+        self._closing = True
         self._wanted.clear()
+        for task in self._keepers:
+            task.cancel()
         for link in self._links.values():
             link.close()
+        await asyncio.gather(*self._keepers, *self._readers, return_exceptions=True)
 
 
 def better(report: wire.RouteReport) -> dict[str, str]:

@@ -7,12 +7,9 @@ engine loop; what the engine loop hands out is sent from here. KV bytes never co
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import socket
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from functools import partial
@@ -29,12 +26,15 @@ from slipstream.engine.loop import Event
 from slipstream.engine.metrics import WorkerMetrics
 from slipstream.engine.peers import Peers
 from slipstream.errors import SlipstreamError, WorkerLost
+from slipstream.plain_http import call
 from slipstream.stream import Link
 from slipstream.transfer.agent import TransferAgent
 
 logger = logging.getLogger(__name__)
 
 STATUS_INTERVAL_S = 0.05
+JOIN_S = 5.0
+CLOSE_S = 3.0  # for what the ends of links ask for; a peer that is stopped could be waited for without end
 T = TypeVar("T")
 
 _to_worker = wire.Decoder(wire.ToWorker)
@@ -64,6 +64,7 @@ class WorkerServer:
         self._post: Callable[[Event], None] | None = None
         self._peers: Peers | None = None
         self._http: uvicorn.Server | None = None
+        self._http_task: asyncio.Task[None] | None = None
 
     # ---------------------------------------------------------------------------------------------- life
 
@@ -84,7 +85,7 @@ class WorkerServer:
         self.call(open_port()).result()
 
     def stop(self) -> None:
-        """Closes all ports and links and ends the thread."""
+        """Closes all ports and links and ends the thread. May be called twice."""
         if self._thread.is_alive():
             self.call(self._close()).result()
             self._aio.call_soon_threadsafe(self._aio.stop)
@@ -102,15 +103,18 @@ class WorkerServer:
         self._aio.close()
 
     async def _close(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        for link in self._routers.values():
-            link.close()
-        if self._peers is not None:
-            self._peers.close()
         if self._http is not None:
             self._http.should_exit = True
-        await asyncio.sleep(0)
+        for link in self._routers.values():
+            link.close()
+        tasks = list(self._tasks)
+        for task in tasks:
+            if task is not self._http_task:
+                task.cancel()
+        if self._peers is not None:
+            tasks.append(asyncio.ensure_future(self._peers.close()))
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_S)
 
     def _spawn(self, coroutine: Awaitable[Any]) -> asyncio.Task[Any]:
         task = asyncio.ensure_future(coroutine)
@@ -131,7 +135,7 @@ class WorkerServer:
             create_app(views), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
         )
         self._http = uvicorn.Server(config)
-        self._spawn(self._http.serve(sockets=[self.http_socket]))
+        self._http_task = self._spawn(self._http.serve(sockets=[self.http_socket]))
 
     # ---------------------------------------------------------------------------------------------- links
 
@@ -312,7 +316,7 @@ class WorkerServer:
 
     def join(self, router_url: str, api_key: str) -> None:
         """Registers with a router, again and again until it has connected, and anew when it is gone."""
-        self._aio.call_soon_threadsafe(lambda: self._spawn(self._join(router_url.rstrip("/"), api_key)))
+        self._aio.call_soon_threadsafe(lambda: self._spawn(self._join(router_url, api_key)))
 
     async def _join(self, url: str, api_key: str) -> None:
         assert self.info is not None
@@ -321,29 +325,25 @@ class WorkerServer:
         while self.state == "ready":
             if joined is None or joined not in self._routers:
                 try:
-                    joined = await asyncio.to_thread(register, url, self.info.http, api_key)
+                    joined = await register(url, self.info.http, api_key)
                     said = ""
-                except (OSError, ValueError) as error:
-                    if str(error) != said:
-                        said = str(error)
+                except (OSError, TimeoutError, ValueError) as error:
+                    if (reason := str(error) or "it does not answer") != said:
+                        said = reason
                         logger.info("waiting for the router at %s: %s", url, said)
             await asyncio.sleep(self._heartbeat_s if joined in self._routers else 0.25)
 
 
-def register(router_url: str, worker_url: str, api_key: str = "") -> str:
-    """Asks a router to connect to this worker; returns the router's id. Raises OSError or ValueError."""
-    headers = {"content-type": "application/json"}
-    if api_key:
-        headers["authorization"] = f"Bearer {api_key}"
-    body = json.dumps({"url": worker_url}).encode()
-    request = urllib.request.Request(f"{router_url}/workers", body, headers, method="POST")
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+async def register(router_url: str, worker_url: str, api_key: str = "") -> str:
+    """Asks a router to connect to this worker; returns the router's id. Raises OSError, TimeoutError or ValueError."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    body = msgspec.json.encode({"url": worker_url})
+    status, answer = await call("POST", f"{router_url}/workers", body=body, headers=headers, timeout_s=JOIN_S)
+    if not 200 <= status < 300:
+        raise ValueError(f"it answered {status}: {answer[:500].decode(errors='replace')}")
     try:
-        with opener.open(request, timeout=5) as answer:
-            return str(json.loads(answer.read())["router"])
-    except urllib.error.HTTPError as error:
-        raise ValueError(f"it answered {error.code}: {error.read(500).decode(errors='replace')}") from error
-    except KeyError as error:
+        return str(msgspec.json.decode(answer)["router"])
+    except (msgspec.MsgspecError, KeyError, TypeError) as error:
         raise ValueError("its answer does not name a router") from error
 
 

@@ -29,6 +29,7 @@ from slipstream.engine.loop import EngineLoop
 from slipstream.engine.metrics import WorkerMetrics
 from slipstream.engine.server import WorkerServer
 from slipstream.errors import ConfigError
+from slipstream.plain_http import base_url
 from slipstream.run.engine_model import OpenedModel, open_model
 from slipstream.transfer.agent import CopyJob, ProbeMemory, TransferAgent
 from slipstream.transfer.transports.local import Neighbourhood
@@ -87,6 +88,7 @@ class Worker:
 
     def _start(self, progress: Progress | None) -> None:
         config = self._worker
+        router = base_url(config.join, "a router's address for --join. Give http://HOST:PORT.") if config.join else ""
         try:
             server = WorkerServer(config.host, config.port, config.wire_port, config.heartbeat_s, self._metrics)
         except OSError as error:
@@ -124,11 +126,12 @@ class Worker:
         self._agent, self._loop = agent, loop
         self._info = self._describe(opened, pool.region.pages, max_model_len, server)
         self._closing.callback(loop.stop)
+        self._closing.callback(server.stop)  # first: links end while the engine and the mover can still answer
         loop.start()
         server.attach(self._info, agent, loop.post)
         server.state = "ready"
-        if config.join:
-            server.join(config.join, config.api_key)
+        if router:
+            server.join(router, config.api_key)
 
     def _describe(self, opened: OpenedModel, pages: int, max_model_len: int, server: WorkerServer) -> WorkerInfo:
         config = self._worker
