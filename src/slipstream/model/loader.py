@@ -23,6 +23,7 @@ from slipstream.model.llama import Llama
 Progress = Callable[[int, int], None]
 SAFETENSORS_DTYPES = {"F32", "F16", "BF16", "F64"}
 DUMMY_SEED = 0
+DUMMY_STOCK = 1 << 23
 PACK_SHARE = 0.2  # of the memory that is free after loading, at most, goes to second copies of weights
 
 
@@ -125,13 +126,17 @@ def _some(names: Iterable[str], most: int = 4) -> str:
 
 
 def _fill_at_random(tensors: dict[str, Tensor], progress: Progress | None) -> None:
-    generator = torch.Generator().manual_seed(DUMMY_SEED)
+    """Normal numbers from one stock, taken at other places for each part, since drawing all takes minutes a model."""
+    stock = torch.empty(DUMMY_STOCK).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(DUMMY_SEED))
     total, done = sum(tensor.nbytes for tensor in tensors.values()), 0
-    for name, tensor in tensors.items():
+    for index, (name, tensor) in enumerate(tensors.items()):
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
         else:
-            tensor.copy_(torch.empty(tensor.shape).normal_(0.0, 0.02, generator=generator))
+            parts = tensor.split(max(1, DUMMY_STOCK // 2 // (tensor.numel() // len(tensor))))
+            for count, part in enumerate(parts):
+                first = (index * 7919 + count * 104729) % (DUMMY_STOCK // 2)
+                part.copy_(stock[first : first + part.numel()].view(part.shape))
         done += tensor.nbytes
         if progress is not None:
             progress(done, total)
