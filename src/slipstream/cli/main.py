@@ -24,6 +24,7 @@ COMMANDS = {
     "router": "Run one router with its HTTP front, in front of workers.",
     "generate": "Answer one prompt in the terminal, without a server.",
     "topo": "Show GPUs, links and networks of a machine, and the ways that data can take.",
+    "doctor": "Say what is wrong with this machine, a configuration, a cluster or in a log.",
     "bench": "Measure this machine.",
     "version": "Print the versions of slipstream and of what it runs on.",
 }

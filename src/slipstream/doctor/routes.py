@@ -50,6 +50,7 @@ class Member(msgspec.Struct, kw_only=True):
     pid: int = 0
     version: str = ""
     model: str = ""
+    fingerprint_text: str = ""
     devices: list[str] = []
     problem: str = ""
     problems: list[str] = []
