@@ -17,7 +17,7 @@ from tests.unit.tiny_models import (
     tiny_model,
 )
 
-from slipstream.config import EngineConfig
+from slipstream.config import Dtype, EngineConfig
 from slipstream.run.engine_model import open_model
 from slipstream.types import SamplingParams
 
@@ -29,7 +29,7 @@ pytestmark = [
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.08)])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_a_gpu_gives_the_logits_of_a_cpu(architecture: str, dtype: str, tolerance: float, tmp_path: Path):
+def test_a_gpu_gives_the_logits_of_a_cpu(architecture: str, dtype: Dtype, tolerance: float, tmp_path: Path):
     folder = tiny_model(tmp_path, architecture)
     opened = open_model(EngineConfig(model=str(folder), device="cuda:0", dtype=dtype, page_tokens=8, kv_tokens=1024))
     memory = torch.zeros(129 * opened.layout.page_bytes, dtype=torch.uint8, device="cuda:0")
