@@ -6,7 +6,6 @@ Made from what the host has: called on the host, or in a container that still se
 from __future__ import annotations
 
 import re
-import shlex
 import textwrap
 
 import msgspec
@@ -38,10 +37,16 @@ def flags(case: Case) -> list[Flag]:
     if several or case.usable_ports or case.active_ports:
         add("--network=host", "workers on other machines, and RoCE, need the machine's own addresses")
     else:
-        add(f"-p {case.front.port or 8000}:{case.front.port or 8000}", "the front's port; serve with --host 0.0.0.0")
+        add(
+            f"-p {case.front.port or 8000}:{case.front.port or 8000}",
+            "the front's port, which then listens on all addresses of the container",
+        )
     if several:
-        add("--ipc=host", "CUDA IPC and NCCL between containers of this machine; lifts the 64 MiB of /dev/shm too")
-        add("--pid=host", "only for workers in several containers: CUDA IPC handles are looked up by process id")
+        add(
+            "--ipc=host",
+            "CUDA IPC and NCCL between containers of this machine, and a large /dev/shm; add --pid=host "
+            "when workers run in several containers",
+        )
     elif gpus:
         add("--shm-size=16g", "the default /dev/shm of 64 MiB is too small for PyTorch's helpers")
     if gpus or case.usable_ports or case.active_ports:
@@ -85,19 +90,10 @@ def _rdma_files(case: Case) -> list[tuple[str, str]]:
 
 def line(case: Case) -> str:
     """The whole command, ready to paste; IMAGE is the user's."""
-    words = [part for flag in flags(case) for part in shlex.split(flag.flag)]
-    return " \\\n  ".join(["docker run --rm -it", *_joined(words), "IMAGE slipstream serve MODEL"])
-
-
-def _joined(words: list[str]) -> list[str]:
-    """A short flag and its value on one line."""
-    out: list[str] = []
-    for word in words:
-        if out and out[-1] == "-p":
-            out[-1] = f"-p {word}"
-        else:
-            out.append(word)
-    return out
+    words = [flag.flag for flag in flags(case)]
+    own_network = "--network=host" not in words  # then the port is published, and 127.0.0.1 is the container's own
+    serve = "IMAGE slipstream serve MODEL" + (" --host 0.0.0.0" if own_network else "")
+    return " \\\n  ".join(["docker run --rm -it", *words, serve])
 
 
 def text(case: Case) -> str:
