@@ -6,6 +6,7 @@ architecture or too little memory is said before the first weight is read.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +24,8 @@ from slipstream.model.loader import Progress, load
 from slipstream.run.device import Placement, free_bytes, place, pool_pages
 from slipstream.run.runner import Runner
 from slipstream.transfer.transports.base import Region
+
+logger = logging.getLogger(__name__)
 
 
 class Pool(Protocol):
@@ -93,6 +96,16 @@ class OpenedModel:
     def runner(self, pool: Region | Tensor, max_sequences: int) -> Runner:
         """The executor of plans over a pool: its region, or its pages as a byte tensor."""
         memory = pool if isinstance(pool, Tensor) else region_tensor(pool, self.device)
+        if self.device.type == "cuda":
+            from slipstream.run.cuda.runner import CudaRunner, why_not
+
+            reason = why_not(self.model, self.layout)
+            if not reason:
+                max_pages = self.layout.pages_for(self.max_model_len(memory.numel() // self.layout.page_bytes))
+                runner = CudaRunner(self.model, self.layout, memory, max_sequences, max_pages)
+                runner.warm_up(max_pages)
+                return runner
+            logger.warning("steps run in plain torch, many times slower than with kernels: %s", reason)
         return Runner(self.model, self.layout, memory, max_sequences, threads=self.placement.threads)
 
 

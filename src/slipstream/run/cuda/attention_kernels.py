@@ -1,0 +1,307 @@
+"""Attention over the block-major KV pool, as Triton kernels.
+
+Decoding, one new token a sequence: `decode_attention` takes the raw projections of the step, rotates the query and the
+new key, writes key and value into their page, and attends over the earlier tokens, all query heads of one KV head
+together. While sequences are too few to fill the chip the earlier tokens are divided among several programs, whose
+shares `merge_splits` adds up. Each program reads on the device how long its sequence is, so that a captured CUDA graph
+stays right when lengths and block tables change.
+
+Prompts: `rotate_and_write` rotates queries and keys in place and writes keys and values into their pages, then
+`prefill_attention` lets each token see its sequence up to itself, earlier chunks included, all through the block table.
+
+The pool of one layer is given by the address of its first key, the strides of a page and a head in elements, and PAGE
+tokens of 2 * HALF numbers each; values lie PAGE tokens behind their keys. The twins in plain torch are in `twins`.
+"""
+
+from __future__ import annotations
+
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # pyright: ignore[reportMissingImports]
+
+
+@triton.jit(do_not_specialize=["scale"])
+def decode_attention(
+    qkv,
+    query_gain,
+    key_gain,
+    out,
+    partial,
+    weights,
+    pool,
+    cosines,
+    sines,
+    lengths,
+    tables,
+    width_at,
+    scale,
+    eps,
+    page_stride,
+    head_stride,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    QK_NORM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # qkv [sequences, (HEADS + 2 * KV heads) * DIM]; out [sequences, HEADS * DIM]; scale includes log2(e).
+    # partial [sequences, HEADS, SPLITS, DIM] and weights [sequences, HEADS, SPLITS], float32, when SPLITS > 1.
+    DIM: tl.constexpr = 2 * HALF
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    sequence = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    if PDL:
+        gdc_launch_dependents()
+    length = tl.load(lengths + sequence)
+    width = tl.load(width_at)
+    position = length - 1
+    half = tl.arange(0, HALF)
+    dim = tl.arange(0, DIM)
+    row = tl.arange(0, ROWS)
+    live = row < GROUP
+    head = kv_head * GROUP + row
+    cosine = tl.load(cosines + position.to(tl.int64) * DIM + half).to(tl.float32)
+    sine = tl.load(sines + position.to(tl.int64) * DIM + HALF + half).to(tl.float32)
+    tiles = tl.cdiv(position, TILE)
+    each = tl.cdiv(tiles, SPLITS)
+    first = split * each
+    last = tl.minimum(first + each, tiles)
+    if PDL:
+        gdc_wait()
+    if (split > 0) & (first >= tiles):
+        tl.store(weights + (sequence * HEADS + head) * SPLITS + split, float("-inf"), mask=live)
+        return
+
+    start = qkv + sequence.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * DIM)
+    at = start + head[:, None] * DIM + half[None, :]
+    low = tl.load(at, mask=live[:, None], other=0.0).to(tl.float32)
+    high = tl.load(at + HALF, mask=live[:, None], other=0.0).to(tl.float32)
+    at = start + (HEADS + kv_head) * DIM + half
+    key_low = tl.load(at).to(tl.float32)
+    key_high = tl.load(at + HALF).to(tl.float32)
+    value = tl.load(start + (HEADS + KV_HEADS + kv_head) * DIM + dim)
+    kind = value.dtype
+    if QK_NORM:
+        power = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / DIM + eps)
+        low = (low * power[:, None] * tl.load(query_gain + half).to(tl.float32)[None, :]).to(kind).to(tl.float32)
+        high = (high * power[:, None] * tl.load(query_gain + HALF + half).to(tl.float32)[None, :]).to(kind)
+        high = high.to(tl.float32)
+        power = tl.rsqrt((tl.sum(key_low * key_low, 0) + tl.sum(key_high * key_high, 0)) / DIM + eps)
+        key_low = (key_low * power * tl.load(key_gain + half).to(tl.float32)).to(kind).to(tl.float32)
+        key_high = (key_high * power * tl.load(key_gain + HALF + half).to(tl.float32)).to(kind).to(tl.float32)
+    query_low = (low * cosine[None, :] - high * sine[None, :]).to(kind)
+    query_high = (high * cosine[None, :] + low * sine[None, :]).to(kind)
+    new_low = (key_low * cosine - key_high * sine).to(kind)
+    new_high = (key_high * cosine + key_low * sine).to(kind)
+
+    table = tables + sequence.to(tl.int64) * width
+    heads_at = pool + kv_head.to(tl.int64) * head_stride
+    top = tl.sum(query_low.to(tl.float32) * new_low.to(tl.float32)[None, :], 1)
+    top = (top + tl.sum(query_high.to(tl.float32) * new_high.to(tl.float32)[None, :], 1)) * scale
+    if split == 0:  # the new token is its business alone
+        page = tl.load(table + position // PAGE).to(tl.int64)
+        write = heads_at + page * page_stride + (position % PAGE) * DIM
+        tl.store(write + half, new_low)
+        tl.store(write + HALF + half, new_high)
+        tl.store(write + PAGE * DIM + dim, value)
+    own = split == 0
+    top = tl.where(own, top, float("-inf"))
+    total = tl.where(own, 1.0, 0.0) + tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, DIM], tl.float32) + tl.where(own, value.to(tl.float32), 0.0)[None, :]
+    for tile in range(first, last):
+        token = tile * TILE + tl.arange(0, TILE)
+        known = token < position
+        page = tl.load(table + token // PAGE, mask=known, other=0).to(tl.int64)
+        keys = heads_at + page * page_stride + (token % PAGE) * DIM
+        k_low = tl.load(keys[:, None] + half[None, :], mask=known[:, None], other=0.0)
+        k_high = tl.load(keys[:, None] + HALF + half[None, :], mask=known[:, None], other=0.0)
+        v = tl.load(keys[:, None] + PAGE * DIM + dim[None, :], mask=known[:, None], other=0.0)
+        scores = tl.dot(query_low, tl.trans(k_low), input_precision=PRECISION)
+        scores = tl.dot(query_high, tl.trans(k_high), scores, input_precision=PRECISION) * scale
+        scores = tl.where(known[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        share = tl.exp2(scores - higher[:, None])
+        fade = tl.exp2(top - higher)
+        total = total * fade + tl.sum(share, 1)
+        sums = sums * fade[:, None]
+        sums = tl.dot(share.to(kind), v, sums, input_precision=PRECISION)
+        top = higher
+    sums = sums / total[:, None]
+    if SPLITS == 1:
+        at = out + (sequence.to(tl.int64) * HEADS + head)[:, None] * DIM + dim[None, :]
+        tl.store(at, sums.to(out.dtype.element_ty), mask=live[:, None])
+    else:
+        base = (sequence * HEADS + head) * SPLITS + split
+        tl.store(weights + base, top + tl.log2(total), mask=live)
+        tl.store(partial + base[:, None].to(tl.int64) * DIM + dim[None, :], sums, mask=live[:, None])
+
+
+@triton.jit
+def merge_splits(
+    partial, weights, out, SPLITS: tl.constexpr, PLACES: tl.constexpr, DIM: tl.constexpr, PDL: tl.constexpr
+):
+    # One program a (sequence, head). Splits without tokens weigh nothing and are not read.
+    row = tl.program_id(0)
+    place = tl.arange(0, PLACES)
+    dim = tl.arange(0, DIM)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    weight = tl.load(weights + row * SPLITS + place, mask=place < SPLITS, other=float("-inf"))
+    share = tl.exp2(weight - tl.max(weight, 0))
+    at = partial + (row * SPLITS + place)[:, None].to(tl.int64) * DIM + dim[None, :]
+    sums = tl.load(at, mask=(share > 0)[:, None], other=0.0)
+    sums = tl.sum(sums * share[:, None], 0) / tl.sum(share, 0)
+    tl.store(out + row * DIM + dim, sums.to(out.dtype.element_ty))
+
+
+@triton.jit
+def rotate_and_write(
+    qkv,
+    query_gain,
+    key_gain,
+    pool,
+    cosines,
+    sines,
+    positions,
+    pages,
+    eps,
+    page_stride,
+    head_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PLACES: tl.constexpr,
+    KV_PLACES: tl.constexpr,
+    HALF: tl.constexpr,
+    PAGE: tl.constexpr,
+    QK_NORM: tl.constexpr,
+):
+    # One program a token; qkv [tokens, (HEADS + 2 * KV_HEADS) * DIM]. Query heads, then KV heads.
+    DIM: tl.constexpr = 2 * HALF
+    token = tl.program_id(0)
+    position = tl.load(positions + token)
+    page = tl.load(pages + token).to(tl.int64)
+    half = tl.arange(0, HALF)
+    cosine = tl.load(cosines + position.to(tl.int64) * DIM + half).to(tl.float32)[None, :]
+    sine = tl.load(sines + position.to(tl.int64) * DIM + HALF + half).to(tl.float32)[None, :]
+    start = qkv + token.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * DIM)
+    kind = qkv.dtype.element_ty
+
+    head = tl.arange(0, PLACES)
+    live = (head < HEADS)[:, None]
+    at = start + head[:, None] * DIM + half[None, :]
+    low = tl.load(at, mask=live, other=0.0).to(tl.float32)
+    high = tl.load(at + HALF, mask=live, other=0.0).to(tl.float32)
+    if QK_NORM:
+        power = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / DIM + eps)[:, None]
+        low = (low * power * tl.load(query_gain + half).to(tl.float32)[None, :]).to(kind).to(tl.float32)
+        high = (high * power * tl.load(query_gain + HALF + half).to(tl.float32)[None, :]).to(kind).to(tl.float32)
+    tl.store(at, (low * cosine - high * sine).to(kind), mask=live)
+    tl.store(at + HALF, (high * cosine + low * sine).to(kind), mask=live)
+
+    head = tl.arange(0, KV_PLACES)
+    live = (head < KV_HEADS)[:, None]
+    at = start + (HEADS + head)[:, None] * DIM + half[None, :]
+    low = tl.load(at, mask=live, other=0.0).to(tl.float32)
+    high = tl.load(at + HALF, mask=live, other=0.0).to(tl.float32)
+    if QK_NORM:
+        power = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / DIM + eps)[:, None]
+        low = (low * power * tl.load(key_gain + half).to(tl.float32)[None, :]).to(kind).to(tl.float32)
+        high = (high * power * tl.load(key_gain + HALF + half).to(tl.float32)[None, :]).to(kind).to(tl.float32)
+    new_low = (low * cosine - high * sine).to(kind)
+    new_high = (high * cosine + low * sine).to(kind)
+    value_low = tl.load(at + KV_HEADS * DIM, mask=live)
+    value_high = tl.load(at + KV_HEADS * DIM + HALF, mask=live)
+    tl.store(at, new_low, mask=live)
+    tl.store(at + HALF, new_high, mask=live)
+    write = pool + page * page_stride + head[:, None].to(tl.int64) * head_stride + (position % PAGE) * DIM
+    write = write + half[None, :]
+    tl.store(write, new_low, mask=live)
+    tl.store(write + HALF, new_high, mask=live)
+    tl.store(write + PAGE * DIM, value_low, mask=live)
+    tl.store(write + PAGE * DIM + HALF, value_high, mask=live)
+
+
+@triton.jit(do_not_specialize=["width", "scale"])
+def prefill_attention(
+    qkv,
+    out,
+    pool,
+    query_start,
+    lengths,
+    tables,
+    width,
+    scale,
+    page_stride,
+    head_stride,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # qkv as `rotate_and_write` leaves it; query_start [sequences + 1]; lengths [sequences], new tokens included.
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows see most: they come first
+    head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    begin = tl.load(query_start + sequence)
+    count = tl.load(query_start + sequence + 1) - begin
+    if block * ROWS >= count:
+        return
+    length = tl.load(lengths + sequence)
+    earlier = length - count
+    row = block * ROWS + tl.arange(0, ROWS)
+    dim = tl.arange(0, DIM)
+    live = (row < count)[:, None]
+    at = (begin + row).to(tl.int64)
+    query = tl.load(qkv + at[:, None] * WIDTH + head * DIM + dim[None, :], mask=live, other=0.0)
+    kind = query.dtype
+    table = tables + sequence.to(tl.int64) * width
+    heads_at = pool + (head // GROUP).to(tl.int64) * head_stride
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, DIM], tl.float32)
+    whole = (earlier + block * ROWS + 1) // TILE  # tiles that every row sees all of
+    end = tl.cdiv(tl.minimum(earlier + (block + 1) * ROWS, length), TILE)
+    for tile in range(0, whole):
+        token = tile * TILE + tl.arange(0, TILE)
+        page = tl.load(table + token // PAGE).to(tl.int64)
+        keys = heads_at + page * page_stride + (token % PAGE) * DIM
+        k = tl.load(keys[:, None] + dim[None, :])
+        scores = tl.dot(query, tl.trans(k), input_precision=PRECISION)
+        higher = tl.maximum(top, tl.max(scores, 1) * scale)
+        share = tl.exp2(scores * scale - higher[:, None])
+        fade = tl.exp2(top - higher)
+        total = total * fade + tl.sum(share, 1)
+        sums = sums * fade[:, None]
+        v = tl.load(keys[:, None] + PAGE * DIM + dim[None, :])
+        sums = tl.dot(share.to(kind), v, sums, input_precision=PRECISION)
+        top = higher
+    for tile in range(whole, end):
+        token = tile * TILE + tl.arange(0, TILE)
+        known = token < length
+        page = tl.load(table + token // PAGE, mask=known, other=0).to(tl.int64)
+        keys = heads_at + page * page_stride + (token % PAGE) * DIM
+        k = tl.load(keys[:, None] + dim[None, :], mask=known[:, None], other=0.0)
+        scores = tl.dot(query, tl.trans(k), input_precision=PRECISION) * scale
+        scores = tl.where(token[None, :] <= earlier + row[:, None], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        share = tl.exp2(scores - higher[:, None])
+        fade = tl.exp2(top - higher)
+        total = total * fade + tl.sum(share, 1)
+        sums = sums * fade[:, None]
+        v = tl.load(keys[:, None] + PAGE * DIM + dim[None, :], mask=known[:, None], other=0.0)
+        sums = tl.dot(share.to(kind), v, sums, input_precision=PRECISION)
+        top = higher
+    sums = sums / total[:, None]
+    tl.store(out + at[:, None] * (HEADS * DIM) + head * DIM + dim[None, :], sums.to(out.dtype.element_ty), mask=live)

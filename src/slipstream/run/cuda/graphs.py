@@ -1,0 +1,97 @@
+"""Decode steps as CUDA graphs, one for each of a set of batch sizes.
+
+A step of n sequences runs as the graph of the next larger size, padded with sequences of one token in the scratch page.
+Graphs share their inputs, activations and memory, since only one runs at a time. They are captured when the runner is
+made, the largest first; what a captured step did not compile yet is compiled by running it once before. Where there is
+no GPU a size is a plain call, so that the same path can be tested.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from slipstream.engine.plan import IntArray, StepPlan
+from slipstream.model.llama import Llama
+from slipstream.run.cuda.forward import Scratch, decode
+from slipstream.run.cuda.inputs import DecodeInputs
+from slipstream.run.cuda.ops import Ops
+
+logger = logging.getLogger(__name__)
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Batch sizes, ascending, up to `most`: each at most about a quarter above the one before."""
+    sizes = [1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256]
+    while sizes[-1] < most:
+        sizes.append(sizes[-1] + sizes[-1] // 256 * 64)
+    return [size for size in sizes if size < most] + [most]
+
+
+class DecodeGraphs:
+    """Runs plans in which every sequence has one new token, up to `most` sequences of up to `max_pages` pages."""
+
+    def __init__(self, model: Llama, ops: Ops, most: int, max_pages: int) -> None:
+        self.sizes = graph_sizes(most)
+        self._model, self._ops = model, ops
+        self._inputs = DecodeInputs(most, max_pages, model.device)
+        self._scratch = Scratch(model, most)
+        on_gpu = model.device.type == "cuda"
+        self._chosen = torch.empty(most, dtype=torch.int64, pin_memory=on_gpu)
+        self._replay: dict[int, Callable[[], None]] = {}
+        if on_gpu:
+            self._capture()
+        else:
+            self._replay = {size: lambda size=size: self._compute(size) for size in self.sizes}
+
+    @property
+    def most(self) -> int:
+        return self.sizes[-1]
+
+    def launch(self, plan: StepPlan) -> None:
+        """Starts the step; its logits and choices are there when the stream has done it."""
+        size = next(size for size in self.sizes if size >= plan.sequences)
+        self._inputs.fill(plan, size)
+        self._replay[size]()
+
+    def logits(self, rows: int) -> Tensor:
+        """Logits [rows, vocab] of the step that was launched last."""
+        return self._scratch.logits[:rows]
+
+    def chosen(self, rows: int) -> IntArray:
+        """The most likely token of each sequence, once the stream has done the step; valid until the next launch."""
+        return self._chosen[:rows].numpy()
+
+    def _compute(self, size: int) -> None:
+        decode(self._model, self._ops, self._inputs.columns.first(size), self._scratch)
+        self._chosen[:size].copy_(self._scratch.chosen[:size], non_blocking=True)
+
+    def _capture(self) -> None:
+        started = time.perf_counter()
+        device = self._model.device
+        before = torch.cuda.memory_reserved(device)
+        stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self._inputs.columns.lengths.fill_(1)
+        self._inputs.columns.width_at.fill_(1)
+        torch.cuda.synchronize(device)
+        for size in reversed(self.sizes):
+            with torch.cuda.stream(stream):
+                self._compute(size)
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            # Other threads (the mover of KV pages) may call CUDA meanwhile.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                self._compute(size)
+            self._replay[size] = graph.replay
+        torch.cuda.synchronize(device)
+        logger.info(
+            "decode graphs for %d batch sizes up to %d: %.1f s, %.0f MiB",
+            len(self.sizes),
+            self.most,
+            time.perf_counter() - started,
+            (torch.cuda.memory_reserved(device) - before) / 2**20,
+        )

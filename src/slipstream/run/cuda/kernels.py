@@ -1,0 +1,210 @@
+"""Small operations and skinny matrix products, as Triton kernels.
+
+A matrix product with few rows streams its weights from memory and little else, so whatever else a layer does is done on
+the way: `one_row` (one row) and `few_rows` (up to 32, on tensor cores) take the RMS norm of their input, add bias and
+residual, and apply SiLU(gate) * up. The norm costs nothing: x * gain is multiplied, the squares of x are summed beside
+it, and the sum is divided by their mean's root at the end. `few_rows` may divide the inner dimension among SPLITS
+programs; the last to finish adds the shares, in order, so that a result does not depend on timing.
+
+Products with more rows are cuBLAS's; `rms_norm` and `silu_mul` stand between them. The residual is added by cuBLAS.
+The twins in plain torch are in `twins`.
+"""
+
+from __future__ import annotations
+
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # pyright: ignore[reportMissingImports]
+
+
+@triton.jit
+def rms_norm(x, gain, out, size, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    live = at < size
+    values = tl.load(x + row * size + at, mask=live, other=0.0).to(tl.float32)
+    values = values * tl.rsqrt(tl.sum(values * values, 0) / size + eps)
+    values = values * tl.load(gain + at, mask=live, other=0.0).to(tl.float32)
+    tl.store(out + row * size + at, values.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def silu_mul(gate_up, out, size, BLOCK: tl.constexpr):
+    # gate_up [rows, 2 * size] to out [rows, size]
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = at < size
+    gate = tl.load(gate_up + row * 2 * size + at, mask=live, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * size + size + at, mask=live, other=0.0).to(tl.float32)
+    values = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * size + at, values.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def one_row(
+    x,
+    gain,
+    weight,
+    bias,
+    out,
+    outputs,
+    inputs,
+    eps,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # x [inputs], weight [outputs (twice when GATED: gate, then up), inputs], out [outputs]; ADD: out += product.
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = n < outputs
+    k = tl.arange(0, BLOCK)
+    lines = weight + n[:, None].to(tl.int64) * inputs
+    second = outputs.to(tl.int64) * inputs
+    if PDL:
+        gdc_launch_dependents()
+    # The first tile of weights is on its way before the kernel in front of this one has ended.
+    reach = live[:, None] & (k < inputs)[None, :]
+    w = tl.load(lines + k[None, :], mask=reach, other=0.0)
+    if GATED:
+        u = tl.load(lines + second + k[None, :], mask=reach, other=0.0)
+    if PDL:
+        gdc_wait()
+    sums = tl.zeros([ROWS, BLOCK], tl.float32)
+    ups = tl.zeros([ROWS, BLOCK], tl.float32)
+    squares = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, inputs, BLOCK):
+        at = start + k
+        values = tl.load(x + at, mask=at < inputs, other=0.0).to(tl.float32)
+        if NORM:
+            squares += values * values
+            values = values * tl.load(gain + at, mask=at < inputs, other=0.0).to(tl.float32)
+        sums += w.to(tl.float32) * values[None, :]
+        if GATED:
+            ups += u.to(tl.float32) * values[None, :]
+        following = at + BLOCK
+        reach = live[:, None] & (following < inputs)[None, :]
+        w = tl.load(lines + following[None, :], mask=reach, other=0.0)
+        if GATED:
+            u = tl.load(lines + second + following[None, :], mask=reach, other=0.0)
+    result = tl.sum(sums, 1)
+    power = 1.0
+    if NORM:
+        power = tl.rsqrt(tl.sum(squares, 0) / inputs + eps)
+        result = result * power
+    if BIAS:
+        result += tl.load(bias + n, mask=live, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.sum(ups, 1)
+        if NORM:
+            up = up * power
+        if BIAS:
+            up += tl.load(bias + outputs + n, mask=live, other=0.0).to(tl.float32)
+        result = result / (1.0 + tl.exp(-result)) * up
+    if ADD:
+        result += tl.load(out + n, mask=live, other=0.0).to(tl.float32)
+    tl.store(out + n, result.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def few_rows(
+    x,
+    gain,
+    weight,
+    bias,
+    out,
+    partial,
+    counters,
+    rows,
+    outputs,
+    inputs,
+    eps,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    GATED: tl.constexpr,
+    PLACES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # x [rows, inputs], weight as in `one_row`, out [rows, outputs]; rows <= PLACES.
+    # partial: float32, (1 + GATED) * PLACES * COLUMNS + PLACES numbers a program; counters: a zero for each tile.
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.arange(0, PLACES)
+    n = tile * COLUMNS + tl.arange(0, COLUMNS)
+    k = tl.arange(0, BLOCK)
+    blocks = tl.cdiv(inputs, BLOCK)
+    each = tl.cdiv(blocks, SPLITS)
+    first = split * each
+    last = tl.minimum(first + each, blocks)
+    lines = weight + n[None, :].to(tl.int64) * inputs
+    second = outputs.to(tl.int64) * inputs
+    sums = tl.zeros([PLACES, COLUMNS], tl.float32)
+    ups = tl.zeros([PLACES, COLUMNS], tl.float32)
+    squares = tl.zeros([PLACES], tl.float32)
+    for block in range(first, last):
+        at = block * BLOCK + k
+        values = tl.load(
+            x + row[:, None] * inputs + at[None, :], mask=(row < rows)[:, None] & (at < inputs)[None, :], other=0.0
+        )
+        if NORM:
+            raw = values.to(tl.float32)
+            squares += tl.sum(raw * raw, 1)
+            scaled = raw * tl.load(gain + at, mask=at < inputs, other=0.0).to(tl.float32)[None, :]
+            values = scaled.to(values.dtype)
+        reach = (n < outputs)[None, :] & (at < inputs)[:, None]
+        w = tl.load(lines + at[:, None], mask=reach, other=0.0)
+        sums = tl.dot(values, w, sums, input_precision=PRECISION)
+        if GATED:
+            u = tl.load(lines + second + at[:, None], mask=reach, other=0.0)
+            ups = tl.dot(values, u, ups, input_precision=PRECISION)
+    if SPLITS > 1:
+        CELLS: tl.constexpr = PLACES * COLUMNS
+        ROOM: tl.constexpr = (CELLS * 2 if GATED else CELLS) + PLACES
+        cell = row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        mine = partial + (tile * SPLITS + split).to(tl.int64) * ROOM
+        tl.store(mine + cell, sums)
+        if NORM:
+            tl.store(mine + (ROOM - PLACES) + row, squares)
+        if GATED:
+            tl.store(mine + CELLS + cell, ups)
+        tl.debug_barrier()
+        ticket = tl.atomic_add(counters + tile, 1, sem="acq_rel")
+        if ticket < SPLITS - 1:
+            return
+        tl.store(counters + tile, 0)
+        sums = tl.zeros([PLACES, COLUMNS], tl.float32)
+        ups = tl.zeros([PLACES, COLUMNS], tl.float32)
+        squares = tl.zeros([PLACES], tl.float32)
+        for other in tl.static_range(SPLITS):
+            theirs = partial + (tile * SPLITS + other).to(tl.int64) * ROOM
+            sums += tl.load(theirs + cell, cache_modifier=".cg")
+            if NORM:
+                squares += tl.load(theirs + (ROOM - PLACES) + row, cache_modifier=".cg")
+            if GATED:
+                ups += tl.load(theirs + CELLS + cell, cache_modifier=".cg")
+    if NORM:
+        power = tl.rsqrt(squares / inputs + eps)[:, None]
+        sums = sums * power
+        ups = ups * power
+    if BIAS:
+        sums += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        if BIAS:
+            ups += tl.load(bias + outputs + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
+        sums = sums / (1.0 + tl.exp(-sums)) * ups
+    at = out + row[:, None].to(tl.int64) * outputs + n[None, :]
+    reach = (row < rows)[:, None] & (n < outputs)[None, :]
+    if ADD:
+        sums += tl.load(at, mask=reach, other=0.0).to(tl.float32)
+    tl.store(at, sums.to(out.dtype.element_ty), mask=reach)

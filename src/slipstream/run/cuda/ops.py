@@ -1,0 +1,293 @@
+"""What the forward pass asks of a device, and the Triton kernels' answer.
+
+`Ops` is the seam: the same forward pass runs on the kernels (`TritonOps`) and on their twins in plain torch
+(`twins.TorchOps`), which is how its logic is tested without a GPU and each kernel against what it should compute.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.model.config import ModelConfig
+from slipstream.model.layers import Linear, RMSNorm, Rotary
+from slipstream.model.llama import DecoderLayer
+from slipstream.run.attention import PagedPool
+from slipstream.run.cuda.inputs import DecodeColumns, MixedColumns
+
+LOG2E = math.log2(math.e)
+FEW_ROWS = 32  # matrix products of more rows are cuBLAS's
+DECODE_PROGRAMS = 384  # measured on an H200: more splits than fill the chip so far cost more than they hide
+MOST_SPLITS = 64
+PRODUCT_PROGRAMS = 400  # of a skinny product: three for each multiprocessor
+HEAD_DIMS = (32, 64, 128, 256)
+
+
+class Ops(Protocol):
+    """Writes into `out` and returns it; all activations are [rows, features], contiguous, in the model's dtype."""
+
+    def rms_norm(self, x: Tensor, norm: RMSNorm, out: Tensor) -> Tensor: ...
+
+    def project(self, x: Tensor, linear: Linear, out: Tensor, norm: RMSNorm | None = None) -> Tensor:
+        """linear(norm(x))."""
+        ...
+
+    def add_project(self, x: Tensor, linear: Linear, out: Tensor) -> Tensor:
+        """out += linear(x)."""
+        ...
+
+    def gated(self, x: Tensor, gate_up: Linear, out: Tensor, norm: RMSNorm) -> Tensor:
+        """SiLU(gate) * up of linear(norm(x))."""
+        ...
+
+    def decode_attention(self, layer: DecoderLayer, qkv: Tensor, out: Tensor, step: DecodeColumns) -> Tensor:
+        """Rotates, writes the new keys and values into the pool, attends; qkv may be overwritten."""
+        ...
+
+    def prefill_attention(self, layer: DecoderLayer, qkv: Tensor, out: Tensor, step: MixedColumns) -> Tensor:
+        """Likewise for chunks of prompts."""
+        ...
+
+
+def decode_splits(pairs: int) -> tuple[int, int]:
+    """(programs that share the context of one sequence and KV head, tokens they take at a time), for `pairs` of these.
+
+    Depends on nothing else, so that a sequence's numbers do not depend on the lengths of others.
+    """
+    if pairs >= DECODE_PROGRAMS // 2:
+        return 1, 128 if pairs <= DECODE_PROGRAMS else 64
+    return min(MOST_SPLITS, DECODE_PROGRAMS // pairs), 64
+
+
+def product_splits(outputs: int, inputs: int, columns: int, block: int) -> int:
+    """Programs that share the inner dimension of a skinny product, at least two blocks each."""
+    tiles, blocks = -(-outputs // columns), -(-inputs // block)
+    return max(1, min(PRODUCT_PROGRAMS // tiles, blocks // 2, 8))
+
+
+def power_of_two(count: int) -> int:
+    return 1 << max(0, count - 1).bit_length()
+
+
+class TritonOps:
+    """The kernels of `kernels` and `attention_kernels` over one pool.
+
+    `rows` is the largest number of sequences of a decode step. `pdl` lets a kernel start, and fetch weights, before
+    the one in front of it has ended (Hopper and newer; CUDA's programmatic dependent launch).
+    """
+
+    def __init__(self, config: ModelConfig, pool: PagedPool, rotary: Rotary, rows: int, *, pdl: bool) -> None:
+        from slipstream.run.cuda import attention_kernels, kernels
+
+        self.config, self.pool, self.rotary = config, pool, rotary
+        self.few_rows = FEW_ROWS if pool.dtype == torch.bfloat16 else 0
+        self._kernels: Any = kernels
+        self._attention: Any = attention_kernels
+        self._pdl: dict[str, Any] = {"PDL": pdl, "launch_pdl": True} if pdl else {"PDL": False}
+        self._precision = "ieee" if pool.dtype == torch.float32 else "tf32"
+        layout, device = pool.layout, pool.device
+        self._head_stride = layout.layers * 2 * layout.page_tokens * layout.head_dim
+        self._page_stride = layout.kv_heads * self._head_stride
+        self._layer_stride = 2 * layout.page_tokens * layout.head_dim
+        self._scale = LOG2E / math.sqrt(layout.head_dim)
+        self._group = config.heads // config.kv_heads
+        room = max(size * config.heads * decode_splits(size * layout.kv_heads)[0] for size in range(1, rows + 1))
+        self._partial = torch.empty(room * layout.head_dim, dtype=torch.float32, device=device)
+        self._weights = torch.empty(room, dtype=torch.float32, device=device)
+        self._shares = torch.empty(1 << 22, dtype=torch.float32, device=device)
+        self._counters = torch.zeros(1 << 14, dtype=torch.int32, device=device)
+
+    # ------------------------------------------------------------------------------------------------------- products
+
+    def rms_norm(self, x: Tensor, norm: RMSNorm, out: Tensor) -> Tensor:
+        size = x.shape[1]
+        block = power_of_two(size)
+        self._kernels.rms_norm[(x.shape[0],)](
+            x, norm.weight, out, size, norm.eps, BLOCK=block, num_warps=max(1, min(8, block // 256))
+        )
+        return out
+
+    def project(self, x: Tensor, linear: Linear, out: Tensor, norm: RMSNorm | None = None) -> Tensor:
+        if self._skinny(x, linear):
+            return self._product(x, linear, out, norm)
+        if norm is not None:
+            x = self.rms_norm(x, norm, torch.empty_like(x))
+        if linear.bias is None:
+            return torch.mm(x, linear.transposed, out=out)
+        return torch.addmm(linear.bias, x, linear.transposed, out=out)
+
+    def add_project(self, x: Tensor, linear: Linear, out: Tensor) -> Tensor:
+        if self._skinny(x, linear):
+            return self._product(x, linear, out, add=True)
+        out.addmm_(x, linear.transposed)
+        return out if linear.bias is None else out.add_(linear.bias)
+
+    def gated(self, x: Tensor, gate_up: Linear, out: Tensor, norm: RMSNorm) -> Tensor:
+        if self._skinny(x, gate_up):
+            return self._product(x, gate_up, out, norm, gated=True)
+        both = self.project(x, gate_up, x.new_empty(x.shape[0], gate_up.weight.shape[0]), norm)
+        size = out.shape[1]
+        self._kernels.silu_mul[(x.shape[0], -(-size // 2048))](both, out, size, BLOCK=2048, num_warps=8)
+        return out
+
+    def _skinny(self, x: Tensor, linear: Linear) -> bool:
+        return x.shape[0] <= self.few_rows and linear.weight.shape[1] % 8 == 0
+
+    def _product(
+        self, x: Tensor, linear: Linear, out: Tensor, norm: RMSNorm | None = None, *, add: bool = False, gated=False
+    ) -> Tensor:
+        rows, inputs = x.shape
+        outputs = out.shape[1]
+        bias = linear.weight if linear.bias is None else linear.bias
+        gain, eps = (linear.weight, 0.0) if norm is None else (norm.weight, norm.eps)
+        kind = {"NORM": norm is not None, "BIAS": linear.bias is not None, "ADD": add, "GATED": gated, **self._pdl}
+        if rows == 1:
+            count = 2 if gated or outputs < 8192 else 4
+            self._kernels.one_row[(-(-outputs // count),)](
+                x, gain, linear.weight, bias, out, outputs, inputs, eps, ROWS=count, BLOCK=1024, num_warps=4, **kind
+            )
+            return out
+        columns, block = (32 if gated else 64 if outputs >= 65536 else 32), 128
+        splits = product_splits(outputs, inputs, columns, block)
+        places = max(16, power_of_two(rows))
+        self._kernels.few_rows[(-(-outputs // columns), splits)](
+            x,
+            gain,
+            linear.weight,
+            bias,
+            out,
+            self._shares,
+            self._counters,
+            rows,
+            outputs,
+            inputs,
+            eps,
+            PLACES=places,
+            COLUMNS=columns,
+            BLOCK=block,
+            SPLITS=splits,
+            PRECISION=self._precision,
+            num_warps=4,
+            num_stages=3 if gated else 4,
+            **kind,
+        )
+        return out
+
+    # ------------------------------------------------------------------------------------------------------ attention
+
+    def _gains(self, layer: DecoderLayer) -> tuple[Tensor, Tensor, float, bool]:
+        if layer.query_norm is None or layer.key_norm is None:
+            return self.rotary.cos, self.rotary.cos, 0.0, False
+        return layer.query_norm.weight, layer.key_norm.weight, layer.query_norm.eps, True
+
+    def _keys(self, layer: DecoderLayer) -> Tensor:
+        return self.pool.values[layer.index * self._layer_stride :]
+
+    def decode_attention(self, layer: DecoderLayer, qkv: Tensor, out: Tensor, step: DecodeColumns) -> Tensor:
+        layout, sequences = self.pool.layout, qkv.shape[0]
+        splits, tile = decode_splits(sequences * layout.kv_heads)
+        query_gain, key_gain, eps, normed = self._gains(layer)
+        self._attention.decode_attention[(sequences, layout.kv_heads, splits)](
+            qkv,
+            query_gain,
+            key_gain,
+            out,
+            self._partial,
+            self._weights,
+            self._keys(layer),
+            self.rotary.cos,
+            self.rotary.sin,
+            step.lengths,
+            step.tables,
+            step.width_at,
+            self._scale,
+            eps,
+            self._page_stride,
+            self._head_stride,
+            HEADS=self.config.heads,
+            GROUP=self._group,
+            ROWS=max(16, power_of_two(self._group)),
+            HALF=layout.head_dim // 2,
+            PAGE=layout.page_tokens,
+            TILE=tile,
+            SPLITS=splits,
+            QK_NORM=normed,
+            PRECISION=self._precision,
+            num_warps=4,
+            num_stages=3,
+            **self._pdl,
+        )
+        if splits > 1:
+            self._attention.merge_splits[(sequences * self.config.heads,)](
+                self._partial,
+                self._weights,
+                out,
+                SPLITS=splits,
+                PLACES=power_of_two(splits),
+                DIM=layout.head_dim,
+                num_warps=4,
+                **self._pdl,
+            )
+        return out
+
+    def prefill_attention(self, layer: DecoderLayer, qkv: Tensor, out: Tensor, step: MixedColumns) -> Tensor:
+        layout, heads = self.pool.layout, self.config.heads
+        query_gain, key_gain, eps, normed = self._gains(layer)
+        keys = self._keys(layer)
+        self._attention.rotate_and_write[(qkv.shape[0],)](
+            qkv,
+            query_gain,
+            key_gain,
+            keys,
+            self.rotary.cos,
+            self.rotary.sin,
+            step.positions,
+            step.pages,
+            eps,
+            self._page_stride,
+            self._head_stride,
+            HEADS=heads,
+            KV_HEADS=layout.kv_heads,
+            PLACES=power_of_two(heads),
+            KV_PLACES=power_of_two(layout.kv_heads),
+            HALF=layout.head_dim // 2,
+            PAGE=layout.page_tokens,
+            QK_NORM=normed,
+            num_warps=4,
+        )
+        rows, tile, warps, stages = prefill_shape(step.longest, layout.head_dim, self.pool.dtype)
+        chunks = step.lengths.shape[0]
+        self._attention.prefill_attention[(-(-step.longest // rows), heads, chunks)](
+            qkv,
+            out,
+            keys,
+            step.query_start,
+            step.lengths,
+            step.tables,
+            step.width,
+            self._scale,
+            self._page_stride,
+            self._head_stride,
+            HEADS=heads,
+            GROUP=self._group,
+            DIM=layout.head_dim,
+            PAGE=layout.page_tokens,
+            ROWS=rows,
+            TILE=tile,
+            PRECISION=self._precision,
+            num_warps=warps,
+            num_stages=stages,
+        )
+        return out
+
+
+def prefill_shape(longest: int, dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """(query rows, tokens, warps, stages) of a program of prefill attention."""
+    if dtype == torch.float32 or dim > 128:
+        return 32, 32, 4, 2
+    if longest <= 1024:
+        return 64, 64, 4, 3
+    return 128, 64, 8, 3

@@ -1,0 +1,155 @@
+"""The GPU's runner without a GPU: its forward pass, padding and bookkeeping over the kernels' twins in plain torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.unit.tiny_models import load_model, make_plan, make_runner, new_row, shuffled_tables, tiny_model
+
+from slipstream.run.cuda.graphs import graph_sizes
+from slipstream.run.cuda.inputs import DecodeInputs, MixedInputs
+from slipstream.run.cuda.ops import decode_splits, product_splits
+from slipstream.run.cuda.runner import CudaRunner, wants_most_likely
+from slipstream.run.cuda.twins import TorchOps
+from slipstream.run.runner import Runner
+from slipstream.types import SamplingParams
+
+PAGES = 129
+SETTINGS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.0, logprobs=2),
+    SamplingParams(seed=5, top_p=0.9, top_k=40),
+    SamplingParams(temperature=0.0, repetition_penalty=1.2, min_tokens=3),
+    SamplingParams(temperature=0.0),
+]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), request.param)
+
+
+def twin_runner(folder: Path, rows: int = 8, max_pages: int = 20) -> CudaRunner:
+    plain = make_runner(load_model(folder), pages=PAGES)
+    ops = TorchOps(plain.pool, plain.model.rotary)
+    return CudaRunner(plain.model, plain.layout, plain.pool.values.view(torch.uint8), rows, max_pages, ops=ops)
+
+
+def answers(runner: Runner, settings: list[SamplingParams], steps: int = 12) -> list[list[int]]:
+    """Prompts of several lengths, one of them computed in two chunks beside decoding ones; then decode steps."""
+    rng, count = np.random.default_rng(0), len(settings)
+    tables = shuffled_tables(count, 12, PAGES)
+    prompts = [rng.integers(3, 250, length).tolist() for length in (17, 40, 1, 9, 30)[:count]]
+    rows = [new_row(row, params, prompt_ids=prompts[row]) for row, params in enumerate(settings)]
+    late = count - 1
+    parts = [(row, prompts[row], 0, tables[row]) for row in range(late)]
+    found, targets = [], {1: np.array([*prompts[1][1:], -1])}
+    for step in range(steps):
+        sample = [True] * len(parts)
+        if step == 2:
+            parts.append((late, prompts[late][:13], 0, tables[late]))
+            sample = [True] * late + [False]
+        plan = make_plan(parts, sample=sample, new_rows=rows[: late if step == 0 else 0], prompt_logprobs=targets)
+        if step == 2:
+            plan.new_rows.append(rows[late])
+        outcome = runner.execute(plan)
+        found.append(outcome.token_ids.tolist())
+        if targets:
+            values = [item.logprob for item in outcome.prompt_logprobs[1] if item is not None]
+            assert len(values) == len(prompts[1]) - 1
+            found.append([round(value, 3) for value in values])
+        assert [item is not None for item in outcome.logprobs] == [settings[p[0]].logprobs is not None for p in parts]
+        targets = {}
+        following = [
+            (row, [int(token)], first + len(fed), table)
+            for (row, fed, first, table), token in zip(parts, outcome.token_ids, strict=True)
+        ]
+        if step == 2:
+            following[late] = (late, prompts[late][13:], 13, tables[late])
+        parts = following
+    return found
+
+
+def test_the_runner_of_gpus_answers_like_the_plain_one(folder: Path):
+    wanted = answers(make_runner(load_model(folder), pages=PAGES), SETTINGS)
+    assert answers(twin_runner(folder), SETTINGS) == wanted
+
+
+def test_padding_touches_nothing_but_the_scratch_page(folder: Path):
+    runner = twin_runner(folder, rows=5)
+    tables = shuffled_tables(3, 2, PAGES)
+    plan = make_plan(
+        [(row, [7, 8, 9], 0, tables[row]) for row in range(3)], new_rows=[new_row(row) for row in range(3)]
+    )
+    runner.execute(plan)
+    before = runner.pool.layer(0).clone()
+    runner.execute(make_plan([(row, [5], 3, tables[row]) for row in range(3)]))  # a graph of four
+    changed = (runner.pool.layer(0) != before).flatten(1).any(1).nonzero().flatten().tolist()
+    assert sorted(changed) == sorted([0, *(table[0] for table in tables)])
+
+
+def test_a_step_without_tokens_only_settles_rows(folder: Path):
+    runner = twin_runner(folder)
+    plan = make_plan([(0, [5], 0, [1])], new_rows=[new_row(0)])
+    runner.execute(plan)
+    empty = make_plan([(0, [5], 0, [1])], freed_rows=[0])
+    empty = type(empty)(
+        **{**{f: getattr(empty, f) for f in empty.__slots__}, "token_ids": np.array([], dtype=np.int64)}
+    )
+    assert runner.execute(empty).token_ids.tolist() == [-1]
+    with pytest.raises(IndexError):
+        runner.sampler.params(0)
+
+
+def test_graph_sizes_grow_by_a_quarter_and_end_at_the_most():
+    for most in (1, 3, 64, 100, 256, 1000, 4096):
+        sizes = graph_sizes(most)
+        assert sizes[-1] == most
+        assert sizes == sorted(set(sizes))
+        assert all(b <= max(1.5 * a, a + 4) for a, b in zip(sizes, sizes[1:], strict=False))
+
+
+def test_splits_fill_the_chip_and_no_more():
+    for pairs in (1, 2, 8, 64, 191, 192, 2048):
+        splits, tile = decode_splits(pairs)
+        assert 1 <= splits <= 64
+        assert splits == 1 or splits * pairs <= 384
+        assert tile in (64, 128)
+    assert decode_splits(2) == (64, 64)
+    assert decode_splits(256)[0] == 1
+    assert product_splits(1536, 8960, 32, 128) == 8
+    assert product_splits(151936, 1536, 64, 128) == 1
+    assert product_splits(64, 64, 32, 128) == 1
+
+
+def test_only_plain_greedy_rows_take_the_most_likely_token_unseen():
+    assert wants_most_likely(SamplingParams(temperature=0.0))
+    others = ({"temperature": 0.5}, {"logprobs": 0}, {"min_tokens": 1}, {"logit_bias": {3: 1.0}})
+    for change in (*others, {"presence_penalty": 0.1}):
+        assert not wants_most_likely(SamplingParams(**{"temperature": 0.0, **change}))
+
+
+def test_columns_of_steps_arrive_where_kernels_look():
+    device = torch.device("cpu")
+    parts = [(0, [5], 20, [1, 2, 3]), (1, [6], 3, [4]), (2, [7, 8, 9], 6, [5, 6]), (3, [1], 0, [9])]
+    step = MixedInputs(8, device).fill(make_plan(parts))
+    assert step.decodes == 2
+    assert step.decode is not None
+    assert step.decode.lengths.tolist() == [21, 4]
+    assert step.decode.tables.tolist() == [1, 2, 3, 4, 0, 0]
+    assert int(step.decode.width_at[0]) == step.width == 3
+    assert step.token_ids.tolist() == [5, 6, 7, 8, 9, 1]
+    assert step.pages.tolist() == [5, 5, 6, 9]
+    assert step.positions.tolist() == [6, 7, 8, 0]
+    assert step.query_start.tolist() == [0, 3, 4]
+    assert step.lengths.tolist() == [9, 1]
+    assert step.longest == 3
+    inputs = DecodeInputs(6, 4, device)
+    inputs.fill(make_plan(parts[:2]), 4)
+    columns = inputs.columns.first(4)
+    assert columns.token_ids.tolist() == [5, 6, 0, 0]
+    assert columns.lengths.tolist() == [21, 4, 1, 1]
+    assert columns.tables[: 4 * 3].tolist() == [1, 2, 3, 4] + [0] * 8
