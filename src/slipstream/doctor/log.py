@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterable
+from itertools import islice
 
 import msgspec
 
@@ -18,6 +19,7 @@ from slipstream.doctor.symptoms.symptom import Symptom
 _WIDTH = 110
 _LINE_LIMIT = 4000  # characters of a line that are searched
 _SHOWN = 160
+_BLOCK = 256  # lines that are searched together first
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -50,14 +52,19 @@ class LogReport(msgspec.Struct, frozen=True, kw_only=True):
 def read(lines: Iterable[str], catalogue: Iterable[Symptom] = CATALOGUE) -> LogReport:
     """Searches a log. Lines may have colours and any length; each counts for every failure that it names."""
     symptoms = list(catalogue)
+    table = [(pattern.needle, pattern.regex, symptom) for symptom in symptoms for pattern in symptom.patterns]
     found: dict[str, Finding] = {}
-    number = 0
-    for number, raw in enumerate(lines, 1):
-        line = " ".join(_COLOURS.sub("", raw[:_LINE_LIMIT]).split())
-        lowered = line.lower()
-        for symptom in symptoms:
-            if any(pattern.matches(line, lowered) for pattern in symptom.patterns):
-                _note(found, symptom, number, line)
+    number, source = 0, iter(lines)
+    while raw := list(islice(source, _BLOCK)):
+        block = [" ".join(_COLOURS.sub("", line[:_LINE_LIMIT]).split()) for line in raw]
+        whole = "\n".join(block).lower()
+        near = [row for row in table if row[0] in whole]  # for most blocks of a log none
+        for at, line in enumerate(block if near else (), number + 1):
+            lowered = line.lower()
+            named = {row.id: row for needle, regex, row in near if needle in lowered and regex.search(lowered)}
+            for symptom in named.values():
+                _note(found, symptom, at, line)
+        number += len(raw)
     for symptom in symptoms:
         if symptom.id in found:
             found[symptom.id].because = _roots(symptom, found, {symptom.id: symptom for symptom in symptoms}, ())

@@ -1,8 +1,8 @@
 """One known failure, and how its log lines are recognised.
 
 A pattern is the text of a line as it is printed, in any case, with three placeholders: `{n}` is a number, `{w}` a
-word, `...` anything between two parts of one line. A line is only searched when it holds the longest fixed part, so a
-log of a million lines takes seconds.
+word, `...` anything (or nothing) between two parts of one line. The regex of a pattern is tried only where its longest
+fixed part occurs.
 """
 
 from __future__ import annotations
@@ -11,28 +11,29 @@ import re
 from dataclasses import dataclass, field
 
 _PLACEHOLDERS = {"{n}": r"\d+", "{w}": r"\S+", "...": r".*?"}
-_SPLIT = re.compile(r"(\{n\}|\{w\}|\.\.\.)")
+_SPLIT = re.compile(r"(\{n\}|\{w\}| ?\.\.\. ?)")
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """`needle` is a lower-case text that every match contains; `regex` decides."""
+    """`needle` is a lower-case text that every match contains; `regex` decides. Both are made for lines in lower case
+    with single spaces."""
 
     needle: str
     regex: re.Pattern[str]
 
-    def matches(self, line: str, lowered: str) -> bool:
-        return self.needle in lowered and self.regex.search(line) is not None
+    def matches(self, line: str) -> bool:
+        return self.needle in line and self.regex.search(line) is not None
 
 
 def pattern(text: str) -> Pattern:
     """Compiles the text of a pattern."""
-    parts = [part for part in _SPLIT.split(text) if part]
-    fixed = [part for part in parts if part not in _PLACEHOLDERS]
-    body = "".join(_PLACEHOLDERS.get(part) or re.escape(part) for part in parts)
-    begin = r"(?<!\d)" if text[:1].isdigit() else ""
+    parts = [part for part in _SPLIT.split(text.lower()) if part]
+    fixed = [part for part in parts if part.strip() not in _PLACEHOLDERS]
+    body = "".join(_PLACEHOLDERS.get(part.strip()) or re.escape(part) for part in parts)
+    begin = r"(?<![\d.])" if text[:1].isdigit() else ""
     end = r"(?!\d)" if text[-1:].isdigit() else ""
-    return Pattern(max(fixed, key=len).lower(), re.compile(begin + body + end, re.IGNORECASE))
+    return Pattern(max(fixed, key=len).lower(), re.compile(begin + body + end))
 
 
 @dataclass(frozen=True)
