@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -109,7 +110,7 @@ def test_graph_sizes_grow_by_a_quarter_and_end_at_the_most():
         sizes = graph_sizes(most)
         assert sizes[-1] == most
         assert sizes == sorted(set(sizes))
-        assert all(b <= max(1.5 * a, a + 4) for a, b in zip(sizes, sizes[1:], strict=False))
+        assert all(b <= max(1.5 * a, a + 4) for a, b in pairwise(sizes))
 
 
 def test_splits_fill_the_chip_and_no_more():

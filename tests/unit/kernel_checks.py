@@ -1,0 +1,172 @@
+"""Kernels against their twins in plain torch: the same checks under Triton's interpreter and on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from tests.unit.tiny_models import make_plan, shuffled_tables
+from torch import Tensor
+
+from slipstream.model.config import ModelConfig, RopeConfig
+from slipstream.model.layers import Linear, RMSNorm
+from slipstream.model.llama import Llama
+from slipstream.run.attention import PagedPool
+from slipstream.run.cuda import ops as ops_module
+from slipstream.run.cuda.inputs import DecodeInputs, MixedInputs
+from slipstream.run.cuda.ops import TritonOps
+from slipstream.run.cuda.twins import TorchOps
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def config(**changes: object) -> ModelConfig:
+    given = {
+        "architecture": "llama",
+        "layers": 2,
+        "hidden": 96,
+        "intermediate": 80,
+        "heads": 6,
+        "kv_heads": 2,
+        "head_dim": 32,
+        "vocab": 128,
+        "max_position": 4096,
+        "norm_eps": 1e-6,
+        "rope": RopeConfig(),
+        "qkv_bias": True,
+        "mlp_bias": True,
+        **changes,
+    }
+    return ModelConfig(**given)  # type: ignore[arg-type]
+
+
+def random_model(shape: ModelConfig, device: torch.device, dtype: torch.dtype) -> Llama:
+    model = Llama(shape, dtype=dtype, device=device)
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in model.tensors().items():
+        values = torch.randn(tensor.shape, generator=generator)
+        tensor.copy_(1 + 0.1 * values if "norm" in name else values * 0.1)
+    return model
+
+
+class Twins:
+    """Kernels and twins, each over a pool of its own with the same contents."""
+
+    def __init__(self, model: Llama, *, page_tokens: int = 16, pages: int = 64, pdl: bool = False) -> None:
+        self.model = model
+        layout = model.config.layout(page_tokens, str(model.dtype).removeprefix("torch."))
+        generator = torch.Generator().manual_seed(1)
+        numbers = pages * layout.page_bytes // model.dtype.itemsize
+        values = torch.randn(numbers, generator=generator).to(model.device, model.dtype)
+        self.pools = [PagedPool(values.clone().view(torch.uint8), layout, model.dtype) for _ in range(2)]
+        self.kernels = TritonOps(model.config, self.pools[0], model.rotary, 64, pdl=pdl)
+        self.twins = TorchOps(self.pools[1], model.rotary)
+
+    def noise(self, *shape: int, seed: int = 2) -> Tensor:
+        values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+        return values.to(self.model.device, self.model.dtype)
+
+    def compare(self, found: Tensor, wanted: Tensor) -> None:
+        limit = TOLERANCE[self.model.dtype]
+        found, wanted = found.float(), wanted.float()
+        assert found.isfinite().all()
+        error = (found - wanted).abs().max() / wanted.abs().max()
+        assert error < limit, f"differs by {float(error):.2e} of the largest number; {limit} are allowed"
+
+
+def check_small(device: torch.device, dtype: torch.dtype) -> None:
+    both = Twins(random_model(config(), device, dtype))
+    x = both.noise(5, 96)
+    norm = both.model.norm
+    both.compare(both.kernels.rms_norm(x, norm, torch.empty_like(x)), norm(x))
+    layer = both.model.layers[0]
+    wide = both.noise(40, 96)  # a product of many rows: torch's, with the kernels around it
+    found, wanted = (
+        ops.gated(wide, layer.gate_up, wide.new_empty(40, 80), layer.mlp_norm) for ops in (both.kernels, both.twins)
+    )
+    both.compare(found, wanted)
+
+
+def check_products(device: torch.device, dtype: torch.dtype) -> None:
+    for inputs, outputs, biased in ((96, 80, True), (1600, 40, False), (8, 300, True)):
+        both = Twins(random_model(config(), device, dtype))
+        both.kernels.few_rows = 32
+        place = {"dtype": dtype, "device": device}
+        linear, double = (Linear(inputs, count, bias=biased, **place) for count in (outputs, 2 * outputs))
+        norm = RMSNorm(inputs, 1e-6, **place)
+        for seed, part in enumerate((linear, double)):
+            part.weight = part.weight.contiguous()  # as on a GPU
+            part.transposed = part.weight.t()
+            part.weight.copy_(both.noise(*part.weight.shape, seed=seed) / inputs**0.5)
+            if part.bias is not None:
+                part.bias.copy_(both.noise(*part.bias.shape, seed=5))
+        norm.weight.copy_(1 + both.noise(inputs, seed=6) / 8)
+        for rows in (1, 2, 16, 17, 32):
+            x, out = both.noise(rows, inputs), both.noise(rows, outputs, seed=9)
+            pairs = [
+                (
+                    ops.project(x, linear, torch.empty_like(out)),
+                    ops.project(x, linear, torch.empty_like(out), norm),
+                    ops.add_project(x, linear, out.clone()),
+                    ops.gated(x, double, torch.empty_like(out), norm),
+                )
+                for ops in (both.kernels, both.twins)
+            ]
+            for found, wanted in zip(*pairs, strict=True):
+                both.compare(found, wanted)
+        assert not both.kernels._counters.any()
+
+
+def check_decode(device: torch.device, dtype: torch.dtype, *, sequences: int = 5, **changes: object) -> None:
+    both = Twins(random_model(config(**changes), device, dtype))
+    lengths = [1, 17, 64, 65, 190][:sequences]
+    tables = shuffled_tables(sequences, 12, 64)
+    plan = make_plan([(row, [3], length - 1, tables[row]) for row, length in enumerate(lengths)])
+    inputs = DecodeInputs(8, 12, device)
+    inputs.fill(plan, sequences)
+    _attend(both, inputs.columns.first(sequences), sequences, "decode_attention")
+
+
+def _attend(both: Twins, step: object, tokens: int, name: str) -> None:
+    shape = both.model.config
+    layer = both.model.layers[1]
+    qkv = both.noise(tokens, (shape.heads + 2 * shape.kv_heads) * shape.head_dim)
+    out = [
+        getattr(ops, name)(layer, qkv.clone(), qkv.new_full((tokens, shape.heads * shape.head_dim), 1e4), step)
+        for ops in (both.kernels, both.twins)
+    ]
+    both.compare(*out)
+    both.compare(both.pools[0].values, both.pools[1].values)
+
+
+def check_decode_split(device: torch.device, dtype: torch.dtype) -> None:
+    check_decode(device, dtype)
+    ops_module.decode_splits, plain = (lambda pairs: (1, 128)), ops_module.decode_splits  # type: ignore[assignment]
+    try:
+        check_decode(device, dtype)
+    finally:
+        ops_module.decode_splits = plain
+
+
+def check_decode_normed(device: torch.device, dtype: torch.dtype) -> None:
+    check_decode(device, dtype, qk_norm=True, heads=8, kv_heads=1, head_dim=64)
+
+
+def check_prefill(device: torch.device, dtype: torch.dtype) -> None:
+    for changes in ({}, {"qk_norm": True, "heads": 4, "kv_heads": 4, "head_dim": 64}):
+        both = Twins(random_model(config(**changes), device, dtype))
+        tables = shuffled_tables(4, 12, 64)
+        parts = [(0, [5] * 33, 0, tables[0]), (1, [5] * 70, 100, tables[1]), (2, [5], 15, tables[2])]
+        step = MixedInputs(16, device).fill(make_plan([*parts, (3, [5] * 16, 16, tables[3])]))
+        assert step.decodes == 0
+        _attend(both, step, 33 + 70 + 1 + 16, "prefill_attention")
+
+
+CHECKS: dict[str, Callable[[torch.device, torch.dtype], None]] = {
+    "small": check_small,
+    "products": check_products,
+    "decode": check_decode,
+    "decode_split": check_decode_split,
+    "decode_normed": check_decode_normed,
+    "prefill": check_prefill,
+}

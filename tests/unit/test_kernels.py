@@ -1,0 +1,81 @@
+"""The kernels of the GPU engine without a GPU: their numbers under Triton's interpreter, and compiled for Hopper."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton (extra: gpu)")
+
+CHECK = """
+import sys
+import torch
+from tests.unit.kernel_checks import CHECKS
+CHECKS[sys.argv[1]](torch.device("cpu"), {"float32": torch.float32, "float16": torch.float16}[sys.argv[2]])
+print("equal")
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("check", ["small", "products", "decode", "decode_split", "decode_normed", "prefill"])
+def test_a_kernel_computes_what_its_twin_does(check: str, dtype: str):
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", CHECK, check, dtype]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout == "equal\n", done.stderr[-3000:]
+
+
+def _ptx(name: str, pointers: int, scalars: dict[str, str], constants: dict[str, object], warps: int) -> str:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from slipstream.run.cuda import attention_kernels, kernels
+
+    function = getattr(kernels, name, None) or getattr(attention_kernels, name)
+    names = function.arg_names
+    types = dict.fromkeys(names[:pointers], "*bf16")
+    types.update(dict.fromkeys(constants, "constexpr"))
+    types.update(scalars)
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n][0] in "*i"}
+    source = ASTSource(function, {n: types[n] for n in names}, constexprs=constants, attrs=aligned)
+    options = {"num_warps": warps, "num_stages": 3, "launch_pdl": bool(constants.get("PDL"))}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+
+NORMED = {"NORM": True, "BIAS": False, "ADD": False, "GATED": True}
+
+
+def test_a_product_of_one_row_fetches_weights_before_it_waits():
+    scalars = {"outputs": "i32", "inputs": "i32", "eps": "fp32"}
+    ptx = _ptx("one_row", 5, scalars, {**NORMED, "ROWS": 2, "BLOCK": 1024, "PDL": True}, 4)
+    loads, waits = ptx.index("ld.global"), ptx.index("griddepcontrol.wait")
+    assert loads < waits < ptx.rindex("ld.global")
+    assert "ld.global.v4.b32" in ptx or "ld.global.L1::no_allocate.v4" in ptx or ".v2.b64" in ptx
+
+
+def test_a_product_of_few_rows_uses_the_tensor_cores():
+    scalars = {"partial": "*fp32", "counters": "*i32", "rows": "i32", "outputs": "i32", "inputs": "i32", "eps": "fp32"}
+    shape = {"PLACES": 16, "COLUMNS": 32, "BLOCK": 128, "SPLITS": 4, "PRECISION": "tf32", "PDL": True}
+    ptx = _ptx("few_rows", 5, scalars, {**NORMED, **shape}, 4)
+    assert "mma" in ptx
+    assert "cp.async" in ptx
+
+
+def test_attention_of_prompts_uses_the_tensor_cores_of_hopper():
+    scalars = {"query_start": "*i32", "lengths": "*i32", "tables": "*i32", "width": "i32", "scale": "fp32"}
+    scalars |= {"page_stride": "i64", "head_stride": "i64"}
+    shape = {"HEADS": 12, "GROUP": 6, "DIM": 128, "PAGE": 16, "ROWS": 128, "TILE": 64, "PRECISION": "tf32"}
+    assert "wgmma" in _ptx("prefill_attention", 3, scalars, shape, 8)
+
+
+def test_attention_of_decoding_compiles_for_hopper():
+    scalars = {"partial": "*fp32", "weights": "*fp32", "lengths": "*i32", "tables": "*i32", "width_at": "*i32"}
+    scalars |= {"scale": "fp32", "eps": "fp32", "page_stride": "i64", "head_stride": "i64"}
+    shape = {"HEADS": 12, "GROUP": 6, "ROWS": 16, "HALF": 64, "PAGE": 16, "TILE": 64, "SPLITS": 64, "QK_NORM": False}
+    ptx = _ptx("decode_attention", 9, scalars, {**shape, "PRECISION": "tf32", "PDL": True}, 4)
+    assert "mma" in ptx
+    assert "griddepcontrol.wait" in ptx
