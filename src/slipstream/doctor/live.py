@@ -25,7 +25,7 @@ from slipstream.topo.tree import FolderTree
 
 RESOLVE_S = 2.0
 HTTP_S = 2.0
-_SIOCGIFADDR = 0x8915
+_SIOCGIFADDR, _SIOCGIFFLAGS, _IFF_UP = 0x8915, 0x8913, 1
 _LOG_RECORDS = 20000
 _LIMITS = {"memlock": resource.RLIMIT_MEMLOCK, "nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC}
 Value = TypeVar("Value")
@@ -44,6 +44,7 @@ def system(api_key: str = "") -> System:
         libraries=libraries,
         space=space,
         addresses=addresses(tree),
+        down=interfaces_down(),
         hostname=socket.gethostname(),
         resolve=resolve,
         bind=bind,
@@ -127,6 +128,20 @@ def addresses(tree: FolderTree) -> dict[str, tuple[str, ...]]:
         if len(words) == 6 and words[5] in found:
             found[words[5]].append(str(ipaddress.IPv6Address(int(words[0], 16))))
     return {name: tuple(listed) for name, listed in found.items()}
+
+
+def interfaces_down() -> frozenset[str]:
+    """Interfaces of this network namespace that are not up. The files below /sys/class/net may be those of another."""
+    down = set()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            try:
+                reply = fcntl.ioctl(sock, _SIOCGIFFLAGS, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue
+            if not struct.unpack_from("<H", reply, 16)[0] & _IFF_UP:
+                down.add(name)
+    return frozenset(down)
 
 
 def resolve(name: str) -> tuple[str, ...]:

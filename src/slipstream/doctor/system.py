@@ -78,10 +78,11 @@ class System:
     `limits` has memlock (bytes), nofile and nproc. `driver` is None where there is no GPU driver. `libraries(name)`
     are absolute paths of the shared objects of a distribution; `needed(path)` lists the libraries that a shared object
     asks for, None when it is none. `space(path)` is None when nothing is mounted or found there. `addresses` maps the
-    network interfaces of this namespace to their addresses. `resolve(name)` gives addresses, () when the name is not
-    known in time. `bind(host, port)` returns "" when the port is free, else the reason. `get(url, path)` returns HTTP
-    status and body, or raises NoAnswer. `kernel_log()` is None when it may not be read. `cpus` are those that this
-    process may use. `writable(path)`: whether a file could be made in that folder, or in the nearest one above.
+    network interfaces of this namespace to their addresses, `down` are those of them that are down. `resolve(name)`
+    gives addresses, () when the name is not known in time. `bind(host, port)` returns "" when the port is free, else
+    the reason. `get(url, path)` returns HTTP status and body, or raises NoAnswer. `kernel_log()` is None when it may
+    not be read. `cpus` are those that this process may use. `writable(path)`: whether a file could be made in that
+    folder, or in the nearest one above.
     """
 
     tree: Tree = field(default_factory=lambda: ListTree({}))
@@ -92,6 +93,7 @@ class System:
     libraries: Callable[[str], tuple[str, ...]] = _none_of
     space: Callable[[str], Space | None] = _nothing
     addresses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    down: frozenset[str] = frozenset()
     hostname: str = "localhost"
     resolve: Callable[[str], tuple[str, ...]] = _none_of
     bind: Callable[[str, int], str] = _free

@@ -14,19 +14,13 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "
 _HOSTS = ("SLIPSTREAM_HOST", "SGLANG_HOST_IP", "HOST_IP", "VLLM_HOST_IP", "MC_TCP_BIND_ADDRESS")
 _BRIDGES = re.compile(r"^(docker|br-|virbr|cni|flannel|cali|veth|kube)")
 _FEW_PORTS, _SCARCE = 1000, 0.5
-_UP = 1  # IFF_UP
 
 
 @check("network.loopback", "The loopback interface is up")
 def loopback(case: Case) -> Verdict:
-    flags = case.system.tree.read("/sys/class/net/lo/flags")
-    if flags is None:
-        return unchecked("/sys/class/net/lo is not shown")
-    try:
-        up = int(flags, 16) & _UP
-    except ValueError:
-        return unchecked(f"flags {flags!r}")
-    if up:
+    if "lo" not in case.system.addresses:
+        return unchecked("there is no interface called lo")
+    if "lo" not in case.system.down:
         return ok("up")
     return fail(
         "lo is down",
