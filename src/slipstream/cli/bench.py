@@ -7,6 +7,10 @@ import importlib
 import click
 
 BENCHES = {
+    "engine": (
+        "slipstream.bench.engine",
+        "Step times of the engine on a GPU, against what its memory and matrix units allow.",
+    ),
     "transfer": (
         "slipstream.bench.transfer",
         "How fast pages move between two processes: every transport, page size, direction.",

@@ -128,6 +128,8 @@ def _some(names: Iterable[str], most: int = 4) -> str:
 def _fill_at_random(tensors: dict[str, Tensor], progress: Progress | None) -> None:
     """Normal numbers from one stock, taken at other places for each part, since drawing all takes minutes a model."""
     stock = torch.empty(DUMMY_STOCK).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(DUMMY_SEED))
+    kind = next(iter(tensors.values()))
+    stock = stock.to(kind.device, kind.dtype)
     total, done = sum(tensor.nbytes for tensor in tensors.values()), 0
     for index, (name, tensor) in enumerate(tensors.items()):
         if name.endswith("norm.weight"):

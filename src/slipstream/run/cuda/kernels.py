@@ -69,6 +69,7 @@ def one_row(
     # The first tile of weights is on its way before the kernel in front of this one has ended.
     reach = live[:, None] & (k < inputs)[None, :]
     w = tl.load(lines + k[None, :], mask=reach, other=0.0)
+    u = w
     if GATED:
         u = tl.load(lines + second + k[None, :], mask=reach, other=0.0)
     if PDL:

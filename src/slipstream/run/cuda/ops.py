@@ -68,6 +68,16 @@ def product_splits(outputs: int, inputs: int, columns: int, block: int) -> int:
     return max(1, min(PRODUCT_PROGRAMS // tiles, blocks // 2, 8))
 
 
+def one_row_shape(outputs: int, inputs: int, gated: bool) -> tuple[int, int, int]:
+    """(outputs, inputs at a time, warps) of a program of a product with one row."""
+    return (2 if gated or outputs < 8192 else 4), 1024, 4
+
+
+def few_rows_shape(outputs: int, inputs: int, gated: bool) -> tuple[int, int, int, int]:
+    """(outputs, inputs at a time, warps, stages) of a program of a product with few rows."""
+    return (64 if outputs >= 65536 else 32), 128, 4, 3 if gated else 4
+
+
 def power_of_two(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
 
@@ -87,6 +97,8 @@ class TritonOps:
         self._kernels: Any = kernels
         self._attention: Any = attention_kernels
         self._pdl: dict[str, Any] = {"PDL": pdl, "launch_pdl": True} if pdl else {"PDL": False}
+        self.one_row_shape, self.few_rows_shape = one_row_shape, few_rows_shape  # a benchmark may try others
+        self.prefill_shape = prefill_shape
         self._precision = "ieee" if pool.dtype == torch.float32 else "tf32"
         layout, device = pool.layout, pool.device
         self._head_stride = layout.layers * 2 * layout.page_tokens * layout.head_dim
@@ -145,12 +157,23 @@ class TritonOps:
         gain, eps = (linear.weight, 0.0) if norm is None else (norm.weight, norm.eps)
         kind = {"NORM": norm is not None, "BIAS": linear.bias is not None, "ADD": add, "GATED": gated, **self._pdl}
         if rows == 1:
-            count = 2 if gated or outputs < 8192 else 4
+            count, block, warps = self.one_row_shape(outputs, inputs, gated)
             self._kernels.one_row[(-(-outputs // count),)](
-                x, gain, linear.weight, bias, out, outputs, inputs, eps, ROWS=count, BLOCK=1024, num_warps=4, **kind
+                x,
+                gain,
+                linear.weight,
+                bias,
+                out,
+                outputs,
+                inputs,
+                eps,
+                ROWS=count,
+                BLOCK=block,
+                num_warps=warps,
+                **kind,
             )
             return out
-        columns, block = (32 if gated else 64 if outputs >= 65536 else 32), 128
+        columns, block, warps, stages = self.few_rows_shape(outputs, inputs, gated)
         splits = product_splits(outputs, inputs, columns, block)
         places = max(16, power_of_two(rows))
         self._kernels.few_rows[(-(-outputs // columns), splits)](
@@ -170,8 +193,8 @@ class TritonOps:
             BLOCK=block,
             SPLITS=splits,
             PRECISION=self._precision,
-            num_warps=4,
-            num_stages=3 if gated else 4,
+            num_warps=warps,
+            num_stages=stages,
             **kind,
         )
         return out
@@ -258,7 +281,7 @@ class TritonOps:
             QK_NORM=normed,
             num_warps=4,
         )
-        rows, tile, warps, stages = prefill_shape(step.longest, layout.head_dim, self.pool.dtype)
+        rows, tile, warps, stages = self.prefill_shape(step.longest, layout.head_dim, self.pool.dtype)
         chunks = step.lengths.shape[0]
         self._attention.prefill_attention[(-(-step.longest // rows), heads, chunks)](
             qkv,

@@ -1,0 +1,185 @@
+"""Everything about the engine that only a machine with a GPU can show, in one go.
+
+    python scripts/gpu_engine.py [STEP ...] [--out FOLDER]
+
+Steps: tests (tests/gpu/test_engine.py), bench (bench engine, with kernels), products (shapes of the skinny products
+against cuBLAS, microseconds a layer), attention (shapes of prefill attention). Without a step: all. Results are printed
+as they come. Needs torch, triton and one GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS = ("tests", "bench", "products", "attention")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("steps", nargs="*", metavar="STEP", help=", ".join(STEPS))
+    parser.add_argument("--out", type=Path, default=Path("gpu-engine"))
+    parser.add_argument("--shapes", default="1.5b,8b")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    failures = 0
+    for step in arguments.steps or STEPS:
+        began = time.monotonic()
+        print(f"== {step}", flush=True)
+        if step == "tests":
+            command = [sys.executable, "-m", "pytest", "-q", "tests/gpu/test_engine.py", "-p", "no:cacheprovider"]
+            command += ["-n", "8"] if importlib.util.find_spec("xdist") else []
+            failures += subprocess.run(command, cwd=ROOT, env=environment).returncode != 0
+        elif step == "bench":
+            command = [sys.executable, "-m", "slipstream", "bench", "engine", "--kernels", "--shapes", arguments.shapes]
+            command += ["--json", str(arguments.out / "engine.json")]
+            failures += subprocess.run(command, cwd=ROOT, env=environment).returncode != 0
+        else:
+            {"products": products, "attention": attention}[step](arguments.shapes.split(","))
+        print(f"== {step}: {time.monotonic() - began:.1f} s", flush=True)
+    return failures
+
+
+def graph_us(call: Any, layers: list[Any], repeats: int = 10) -> float:
+    """Microseconds a layer of `call(layer)` over all layers in one CUDA graph."""
+    import torch
+
+    from slipstream.bench.engine import device_ms
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call(layers[0])
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for layer in layers:
+            call(layer)
+    return device_ms(graph.replay, repeats) * 1e3 / len(layers)
+
+
+def opened_ops(shape: str) -> tuple[Any, Any]:
+    import torch
+
+    from slipstream.bench.engine import write_shape
+    from slipstream.config import EngineConfig
+    from slipstream.run.attention import PagedPool
+    from slipstream.run.cuda.ops import TritonOps
+    from slipstream.run.engine_model import open_model
+
+    with TemporaryDirectory() as folder:
+        write_shape(Path(folder), shape)
+        opened = open_model(EngineConfig(model=folder, load_format="dummy", device="cuda:0"))
+    memory = torch.empty(1024 * opened.layout.page_bytes, dtype=torch.uint8, device="cuda:0")
+    memory.view(torch.bfloat16).normal_()
+    pool = PagedPool(memory, opened.layout, torch.bfloat16)
+    return opened, TritonOps(opened.config, pool, opened.model.rotary, 64, pdl=True)
+
+
+def products(shapes: list[str]) -> None:
+    import torch
+
+    torch.set_grad_enabled(False)
+    for shape in shapes:
+        opened, ops = opened_ops(shape)
+        for kind in ("qkv", "output", "gate_up", "down", "head"):
+            for rows in (1, 4, 16, 32):
+                product(shape, kind, rows, opened.model, ops)
+        del opened, ops
+        torch.cuda.empty_cache()
+
+
+def product(shape: str, kind: str, rows: int, model: Any, ops: Any) -> None:
+    import torch
+
+    linears = [model.head] * 8 if kind == "head" else [getattr(layer, kind) for layer in model.layers]
+    outputs, inputs = linears[0].weight.shape
+    x, full = (torch.randn(rows, size, dtype=torch.bfloat16, device="cuda:0") for size in (inputs, outputs))
+    out = torch.randn(rows, outputs // 2 if kind == "gate_up" else outputs, dtype=torch.bfloat16, device="cuda:0")
+
+    def run(one: Any) -> None:
+        if kind == "gate_up":
+            ops.gated(x, one, out, model.norm)
+        elif kind in ("output", "down"):
+            ops.add_project(x, one, out)
+        else:
+            ops.project(x, one, out, model.norm)
+
+    found = {"cublas": graph_us(lambda one: torch.mm(x, one.transposed, out=full), linears)}
+    attribute = "one_row_shape" if rows == 1 else "few_rows_shape"
+    plain = getattr(ops, attribute)
+    found["chosen"] = graph_us(run, linears)
+    for label, chosen in variants(rows):
+        setattr(ops, attribute, lambda outputs, inputs, gated, chosen=chosen: chosen)
+        try:
+            found[label] = graph_us(run, linears)
+        except Exception as error:
+            print(label, type(error).__name__, str(error)[:80])
+    setattr(ops, attribute, plain)
+    size = outputs * inputs * 2
+    text = " ".join(f"{label}={micros:.1f}us({size / micros / 1e6:.2f})" for label, micros in found.items())
+    print(f"{shape} {kind} rows={rows} {text}", flush=True)
+
+
+def variants(rows: int) -> list[tuple[str, tuple[int, ...]]]:
+    if rows == 1:
+        shapes = [(2, 1024, 4), (4, 1024, 4), (1, 2048, 4), (4, 512, 4), (8, 512, 8), (2, 2048, 8)]
+    else:
+        shapes = [(32, 128, 4, 4), (32, 64, 4, 6), (64, 64, 4, 5), (64, 128, 8, 4), (16, 256, 4, 4)]
+    return [("x".join(map(str, shape)), shape) for shape in shapes]
+
+
+def attention(shapes: list[str]) -> None:
+    import torch
+
+    torch.set_grad_enabled(False)
+    for shape in shapes:
+        opened, ops = opened_ops(shape)
+        for tokens, earlier in ((8192, 0), (2048, 6144)):
+            prompt(shape, tokens, earlier, opened, ops)
+
+
+def prompt(shape: str, tokens: int, earlier: int, opened: Any, ops: Any) -> None:
+    import numpy as np
+    import torch
+
+    from slipstream.bench.engine import device_ms
+    from slipstream.engine.plan import StepPlan
+    from slipstream.run.cuda.inputs import MixedInputs
+
+    config = opened.config
+    order = np.random.default_rng(0).permutation(np.arange(1, 1024))
+    plan = StepPlan(
+        step=1,
+        token_ids=np.zeros(tokens, dtype=np.int64),
+        positions=np.arange(earlier, earlier + tokens),
+        query_start=np.array([0, tokens]),
+        context_lens=np.array([earlier + tokens]),
+        block_tables=order[: (earlier + tokens) // 16].reshape(1, -1),
+        rows=np.zeros(1, dtype=np.int64),
+        sample=np.ones(1, dtype=np.bool_),
+    )
+    step = MixedInputs(16, torch.device("cuda:0")).fill(plan)
+    width = (config.heads + 2 * config.kv_heads) * config.head_dim
+    qkv = torch.randn(tokens, width, dtype=torch.bfloat16, device="cuda:0")
+    out = torch.empty(tokens, config.heads * config.head_dim, dtype=torch.bfloat16, device="cuda:0")
+    work = 4 * tokens * (earlier + tokens / 2) * config.heads * config.head_dim
+    for chosen in ((128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2)):
+        ops.prefill_shape = lambda longest, dim, dtype, chosen=chosen: chosen
+        try:
+            ms = device_ms(lambda: ops.prefill_attention(opened.model.layers[0], qkv, out, step), 5)
+            print(f"{shape} {earlier}+{tokens} {chosen} {ms:.3f} ms {work / ms / 1e9:.0f} TFLOP/s", flush=True)
+        except Exception as error:
+            print(f"{shape} {chosen} {type(error).__name__} {str(error)[:80]}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,317 @@
+"""`slipstream bench engine`: how long the steps of the engine take on one GPU, against what its memory allows.
+
+Weights are random and pages lie in random order, so that nothing but a config is needed. A decode step is measured as
+the engine sees it (plan in, tokens out, on the host's clock) and as the device sees its graph (replayed back to back,
+by events); the limit is the time to read all weights but the embedding, and all keys and values, once, at the rate of a
+large copy on the same card. A prompt is measured from plan to token, against the time of its matrix products at the
+rate of a large one.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import click
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.bench.report import Conditions, conditions, write_json
+from slipstream.config import EngineConfig
+from slipstream.engine.plan import NewRow, StepPlan
+from slipstream.errors import ConfigError
+from slipstream.types import SamplingParams
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "1.5b": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    },
+    "8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_theta": 5e5,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+class StepRow(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One kind of step, milliseconds. `limit_ms` is what memory (decode) or the matrix units (prefill) allow."""
+
+    model: str
+    kind: str
+    batch: int
+    context: int
+    step_ms: float
+    step_p90_ms: float
+    device_ms: float | None = None
+    limit_ms: float = 0.0
+
+    @property
+    def share(self) -> float:
+        return self.limit_ms / self.step_ms
+
+
+class EngineReport(msgspec.Struct, kw_only=True):
+    conditions: Conditions
+    copy_tb_s: float
+    matmul_tflop_s: float
+    ready_s: dict[str, float]
+    rows: list[StepRow]
+
+
+def write_shape(folder: Path, name: str) -> Path:
+    """A folder with the config of a known shape."""
+    (folder / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16", "rms_norm_eps": 1e-6, **SHAPES[name]}))
+    return folder
+
+
+def median_ms(call: Callable[[], object], repeats: int) -> tuple[float, float]:
+    """(median, 90th percentile) of the host's time for a call that ends when its work is done."""
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - started) * 1e3)
+    return statistics.median(times), statistics.quantiles(times, n=10)[-1]
+
+
+def device_ms(call: Callable[[], object], repeats: int) -> float:
+    """Device time of one of `repeats` calls launched back to back."""
+    import torch
+
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    call()
+    begin.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / repeats
+
+
+def card_rates() -> tuple[float, float]:
+    """(TB/s of a large copy, read and write counted; TFLOP/s of a large bf16 product) of the current GPU."""
+    import torch
+
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    copy = 2 * source.numel() / device_ms(lambda: target.copy_(source), 10) / 1e9
+    left = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+    out = torch.empty_like(left)
+    product = 2 * 8192**3 / device_ms(lambda: torch.mm(left, left, out=out), 10) / 1e9
+    return copy, product
+
+
+class StepBench:
+    """An opened model with its pool, and plans over random pages of it. Used on one thread."""
+
+    def __init__(self, name: str, model: str, *, page_tokens: int, sequences: int, tokens: int) -> None:
+        import torch
+
+        from slipstream.run.engine_model import open_model
+
+        started = time.perf_counter()
+        engine = EngineConfig(
+            model=model, load_format="dummy", device="cuda:0", page_tokens=page_tokens, max_sequences=sequences
+        )
+        self.name, self.opened = name, open_model(engine)
+        if self.opened.device.type != "cuda":
+            raise ConfigError("bench engine measures GPUs, and there is none here.")
+        layout = self.opened.layout
+        self.pages = layout.pages_for(tokens) + sequences + 1
+        memory = torch.empty(self.pages * layout.page_bytes, dtype=torch.uint8, device="cuda:0")
+        memory.view(self.opened.placement.dtype).normal_()
+        loaded = time.perf_counter()
+        self.runner: Any = self.opened.runner(memory, sequences)
+        torch.cuda.synchronize()
+        self.load_s, self.ready_s = loaded - started, time.perf_counter() - started
+        self._order = np.random.default_rng(0).permutation(np.arange(1, self.pages))
+
+    def plan(self, batch: int, new: int, context: int, *, first: bool) -> StepPlan:
+        """`new` tokens of each of `batch` sequences that are `context` tokens long then."""
+        layout, rng = self.opened.layout, np.random.default_rng(1)
+        pages = layout.pages_for(context)
+        greedy = SamplingParams(temperature=0.0, ignore_eos=True)
+        return StepPlan(
+            step=1,
+            token_ids=rng.integers(3, 1000, batch * new),
+            positions=np.tile(np.arange(context - new, context), batch),
+            query_start=np.arange(batch + 1) * new,
+            context_lens=np.full(batch, context),
+            block_tables=self._order[: batch * pages].reshape(batch, pages),
+            rows=np.arange(batch),
+            sample=np.ones(batch, dtype=np.bool_),
+            new_rows=[NewRow(row, greedy, [], [], (), 0) for row in range(batch)] if first else [],
+        )
+
+    def decode_row(self, batch: int, context: int, copy_tb_s: float, repeats: int = 30) -> StepRow:
+        import torch
+
+        self.runner.execute(self.plan(batch, 1, context, first=True))
+        plan = self.plan(batch, 1, context, first=False)
+        self.runner.execute(plan)
+        step, slow = median_ms(lambda: self.runner.execute(plan), repeats)
+        graphs = self.runner._graphs
+        size = next(size for size in graphs.sizes if size >= batch)
+        with torch.inference_mode(), torch.cuda.stream(self.runner._stream):
+            device = device_ms(graphs._replay[size], repeats)
+        config, layout = self.opened.config, self.opened.layout
+        read = config.parameters - (0 if config.tied else config.vocab * config.hidden)
+        size_bytes = read * self.opened.placement.dtype.itemsize + batch * context * layout.token_bytes
+        return StepRow(
+            model=self.name,
+            kind="decode",
+            batch=batch,
+            context=context,
+            step_ms=step,
+            step_p90_ms=slow,
+            device_ms=device,
+            limit_ms=size_bytes / copy_tb_s / 1e9,
+        )
+
+    def prefill_row(self, tokens: int, earlier: int, tflop_s: float, repeats: int = 6) -> StepRow:
+        plan = self.plan(1, tokens, earlier + tokens, first=True)
+        self.runner.execute(plan)
+        step, slow = median_ms(lambda: self.runner.execute(plan), repeats)
+        config = self.opened.config
+        head = config.vocab * config.hidden
+        weights = config.parameters - head * (1 if config.tied else 2)
+        seen = tokens * (earlier + (tokens + 1) / 2)
+        work = 2 * tokens * weights + 4 * seen * config.heads * config.head_dim * config.layers + 2 * head
+        return StepRow(
+            model=self.name,
+            kind="prefill",
+            batch=1,
+            context=earlier + tokens,
+            step_ms=step,
+            step_p90_ms=slow,
+            limit_ms=work / tflop_s / 1e9,
+        )
+
+    def kernels(self, call: Callable[[], object]) -> list[tuple[str, int, float]]:
+        """(name, launches, microseconds) of the device's work in one call, the longest first."""
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            call()
+            torch.cuda.synchronize()
+        events = [(e.key, e.count, float(e.self_device_time_total)) for e in found.key_averages()]
+        return sorted(events, key=lambda event: -event[2])
+
+
+def table(rows: list[StepRow]) -> Table:
+    drawn = Table(title="steps, milliseconds", title_justify="left")
+    for heading in ("model", "kind"):
+        drawn.add_column(heading, no_wrap=True)
+    for heading in ("batch", "context", "step", "p90", "graph", "step - graph", "limit", "of limit"):
+        drawn.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        device = "" if row.device_ms is None else f"{row.device_ms:.3f}"
+        gap = "" if row.device_ms is None else f"{row.step_ms - row.device_ms:.3f}"
+        figures = [f"{row.step_ms:.3f}", f"{row.step_p90_ms:.3f}", device, gap, f"{row.limit_ms:.3f}"]
+        drawn.add_row(row.model, row.kind, str(row.batch), str(row.context), *figures, f"{100 * row.share:.0f} %")
+    return drawn
+
+
+def numbers(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise ConfigError(f"{text!r} is no list of positive numbers; write them like 1,32,256.")
+    return [int(part) for part in parts]
+
+
+@click.command(help="Measure the engine's steps on a GPU with random weights.")
+@click.option("--shapes", default="1.5b,8b", show_default=True, help="Of " + ", ".join(SHAPES) + ".")
+@click.option("--batches", default="1,32,256", show_default=True, help="Sequences of a decode step.")
+@click.option("--context", default=1024, show_default=True, help="Tokens of each sequence of a decode step.")
+@click.option("--prompts", default="8192", show_default=True, help="Tokens of prompts.")
+@click.option("--page-tokens", default=16, show_default=True)
+@click.option("--kernels", is_flag=True, help="Also print what each step's kernels take.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), default=None, help="Write the results here.")
+def command(
+    shapes: str,
+    batches: str,
+    context: int,
+    prompts: str,
+    page_tokens: int,
+    kernels: bool,
+    json_path: Path | None,
+) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError("bench engine measures GPUs, and torch sees none here.")
+    unknown = [name for name in shapes.split(",") if name not in SHAPES]
+    if unknown:
+        raise ConfigError(f"shape {unknown[0]!r} is not known; known: {', '.join(SHAPES)}.")
+    console = Console(width=120, highlight=False)
+    copy, product = card_rates()
+    found = conditions(sys.argv, [torch.cuda.get_device_name(0)])
+    console.print(f"{found.devices[0]}: copy {copy:.2f} TB/s, bf16 product {product:.0f} TFLOP/s")
+    report = EngineReport(conditions=found, copy_tb_s=copy, matmul_tflop_s=product, ready_s={}, rows=[])
+    for name in shapes.split(","):
+        measure_shape(report, name, numbers(batches), context, numbers(prompts), page_tokens, console, kernels)
+        torch.cuda.empty_cache()
+    if json_path is not None:
+        write_json(report, json_path)
+
+
+def measure_shape(
+    report: EngineReport,
+    name: str,
+    batches: list[int],
+    context: int,
+    prompts: list[int],
+    page_tokens: int,
+    console: Console,
+    kernels: bool,
+) -> None:
+    """Adds one model's rows to the report and prints them."""
+    with TemporaryDirectory() as folder:
+        tokens = max(max(batches) * (context + page_tokens), *prompts, 4096)
+        write_shape(Path(folder), name)
+        bench = StepBench(name, folder, page_tokens=page_tokens, sequences=max(batches), tokens=tokens)
+    report.ready_s[name] = bench.ready_s
+    console.print(f"{name}: weights and pool after {bench.load_s:.1f} s, ready after {bench.ready_s:.1f} s")
+    first = len(report.rows)
+    report.rows += [bench.decode_row(batch, context, report.copy_tb_s) for batch in batches]
+    report.rows += [bench.prefill_row(length, 0, report.matmul_tflop_s) for length in prompts]
+    console.print(table(report.rows[first:]))
+    if kernels:
+        plans = {f"decode {batch}": bench.plan(batch, 1, context, first=False) for batch in batches}
+        plans |= {f"prefill {length}": bench.plan(1, length, length, first=False) for length in prompts}
+        for title, plan in plans.items():
+            print_kernels(console, f"{name} {title}", bench.kernels(partial(bench.runner.execute, plan)))
+
+
+def print_kernels(console: Console, title: str, found: list[tuple[str, int, float]], most: int = 14) -> None:
+    total = sum(micros for _, _, micros in found)
+    console.print(f"{title}: {sum(count for _, count, _ in found)} kernels, {total / 1e3:.3f} ms")
+    for name, count, micros in found[:most]:
+        console.print(f"  {micros:9.1f} us  {count:4d} x {micros / count:8.2f}  {name[:80]}")
