@@ -184,6 +184,12 @@ def rdma(*more: dict[str, str], without: str = "", **changes: Any) -> System:
     return cpu(files(gpu_files(2), nic_files(), *more, without=without), **fields)
 
 
+def rdma_without_gpus() -> System:
+    """A server without GPUs whose cards lack addresses and locked memory: no matter, nothing would use them."""
+    cards = {path: text for path, text in nic_files().items() if "gids/3" not in path}
+    return cpu(files(cards))
+
+
 def but(system: System, **changes: Any) -> System:
     return dataclasses.replace(system, **changes)
 
@@ -196,4 +202,5 @@ HEALTHY = {
     "nvlink-pair": nvlink,
     "nvlink-eight": lambda: nvlink(8),
     "rdma": rdma,
+    "cpu-with-nics": lambda: rdma_without_gpus(),
 }

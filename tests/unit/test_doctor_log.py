@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -56,7 +57,7 @@ LINES = {
         "OpenBLAS blas_thread_init: pthread_create failed for thread 3 of 64: Resource temporarily unavailable",
     ],
     "killed-for-memory": [
-        "serve | 10:00:00.000 warning launch.supervise: decode-0 (pid 77) was killed by SIGKILL; starting it again",
+        "serve | 10:00:00.000 warning launch.supervise: decode-0 (pid 77) was ended by SIGKILL (out of memory?)",
         "Memory cgroup out of memory: Killed process 4242 (python)",
         "Child process unexpectedly failed with exitcode: -9. pid=4242",
         "container terminated with exit code 137",
@@ -174,6 +175,10 @@ LINES = {
     "tensor-parallel-differs": ["AssertionError: PD with different TP sizes per DP rank is not supported"],
     "compatibility-hash": ["RuntimeError: NIXL compatibility hash mismatch. Local: ab12, Remote: cd34"],
     "protocol-differs": ["refused 127.0.0.1:9: protocol version differs: this worker speaks 3, w speaks 2."],
+    "worker-lost": [
+        "prefill-0 | 20:34:14.038 warning engine.peers: decode worker lost: 127.0.0.1:45751 closed the connection",
+        "no route to 127.0.0.1:45751: cannot reach the decode worker at 127.0.0.1:45751: Connect call failed",
+    ],
     "first-request-slow": ["Request 77 timed out after 300.0s in KVPoll.Bootstrapping"],
     "prefill-not-there": ["Could not fetch prefill parallel info from bootstrap_addr: 10.0.0.5:8998"],
     "ephemeral-ports": ["connect: Cannot assign requested address"],
@@ -374,6 +379,46 @@ def test_the_command_reads_standard_input_as_json_too():
     report = json.loads(result.output)
     assert [finding["id"] for finding in report["findings"]] == ["open-files"]
     assert result.exit_code == 1
+
+
+OWN_WORDS = (
+    "no transport serves this pair of workers",
+    "which was asked for, does not serve this pair of workers",
+    "the preflight's bytes did not arrive as sent",
+    "KV layouts differ:",
+    "KV layout differs:",
+    "protocol version differs:",
+    "is in use by another program",
+    "the engine failed; this worker ends",
+    "times in a row soon after its start",
+    "bytes are missing. Lower --kv-tokens",
+    "too little for a KV pool: one page",
+    "has a config.json but no *.safetensors",
+    "is no GGUF file: it starts with",
+    "holds neither config.json nor a .gguf file",
+    "is gated: accept its terms",
+    "was ended by ",
+    "decode worker lost:",
+    "cannot reach the decode worker at",
+)
+
+
+@pytest.mark.parametrize("words", OWN_WORDS)
+def test_what_the_catalogue_takes_for_slipstreams_own_words_is_still_said(words: str):
+    source = Path(log.__file__).parents[1]
+    said = [path for path in source.rglob("*.py") if "doctor" not in path.parts and words in path.read_text()]
+    assert said
+    assert any(words.strip() in text for row in CATALOGUE for text in row.texts)
+
+
+def test_a_killed_worker_explains_that_it_is_lost():
+    from slipstream.launch.supervise import ended_how
+
+    lost = LINES["worker-lost"][0]
+    found = {finding.id: finding.because for finding in log.read([f"decode-0 (pid 7) {ended_how(-9)}", lost]).findings}
+    assert found == {"killed-for-memory": (), "worker-lost": ("killed-for-memory",)}
+    assert ids(f"decode-0 (pid 7) {ended_how(-11)}") == {"native-crash"}
+    assert ids(f"decode-0 (pid 7) {ended_how(1)}") == set()
 
 
 def test_a_clean_log_ends_with_zero_and_a_missing_one_is_an_error():

@@ -15,7 +15,7 @@ from slipstream.config import EngineConfig, FrontConfig, TransferConfig
 from slipstream.doctor import cluster
 from slipstream.doctor.cluster import Cluster
 from slipstream.doctor.system import Package, System
-from slipstream.doctor.verdict import Place, Remedy, Verdict, fail, warn
+from slipstream.doctor.verdict import Place, Remedy, Verdict, fail, ok, warn
 from slipstream.errors import ConfigError
 from slipstream.settings import Resolved
 from slipstream.topo import choose, probe
@@ -114,8 +114,17 @@ class Case:
         """Whether the settings insist on a transport that needs RDMA devices."""
         return self.transfer.transport in _RDMA_TRANSPORTS and bool(self.hardware)
 
+    @cached_property
+    def rdma_matters(self) -> bool:
+        """Whether anything here would use RDMA: GPUs whose KV may go to other machines, or a package for it."""
+        packages = ("nixl", "nixl-cu12", "nixl-cu13", "mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
+        return bool(self.machine.gpus) or self.rdma_asked or self.first(*packages) is not None
+
     def rdma_trouble(self, seen: str, *, wanted: str, why: str, remedy: Remedy | str) -> Verdict:
-        """A failure when the settings insist on RDMA, else a warning: only other machines are concerned."""
+        """A failure when the settings insist on RDMA, else a warning, since only other machines are concerned; and
+        no matter at all where nothing would use RDMA."""
+        if not self.rdma_matters:
+            return ok(f"{seen}; nothing here uses RDMA")
         return (fail if self.rdma_asked else warn)(seen, wanted=wanted, why=why, remedy=remedy)
 
     def env(self, *names: str) -> list[tuple[str, str]]:

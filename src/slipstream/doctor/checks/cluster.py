@@ -111,7 +111,11 @@ def _pairs(text: str) -> dict[str, str]:
     return {name: value for name, _, value in (part.partition("=") for part in text.split())}
 
 
-@check("cluster.routes", "KV takes the fastest way there is", causes=("cluster.layouts", "cluster.namespaces"))
+@check(
+    "cluster.routes",
+    "KV takes the fastest way there is",
+    causes=("cluster.workers", "cluster.layouts", "cluster.namespaces"),
+)
 def routes(case: Case) -> Verdict:
     found = [(worker, route) for worker in _members(case) for route in worker.routes]
     if not found:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slipstream.config import EngineConfig
 from slipstream.doctor.case import Case, size
-from slipstream.doctor.verdict import Verdict, absent, check, fail, ok, unchecked
+from slipstream.doctor.verdict import Verdict, absent, check, fail, ok, unchecked, warn
 from slipstream.errors import SlipstreamError
 from slipstream.model.files import BUNDLED_MODEL, HUB_ID, ModelFiles, locate
 
@@ -26,7 +26,7 @@ def settings(case: Case) -> Verdict:
             remedy="correct the variable or file; docs/configuration.md has all settings",
         )
     if case.resolved.warnings:
-        return fail(
+        return warn(
             "; ".join(case.resolved.warnings),
             wanted="variables that slipstream knows",
             why="a misspelt variable changes nothing, whatever it was meant to",

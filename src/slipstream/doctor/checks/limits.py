@@ -23,7 +23,7 @@ def memlock(case: Case) -> Verdict:
     if limit is None or limit.soft is None:
         return ok("unlimited")
     seen = size(limit.soft)
-    if case.usable_ports or case.rdma_asked:
+    if case.rdma_matters and (case.usable_ports or case.rdma_asked):
         if limit.soft >= 64 * _GIB:
             return ok(seen)
         return case.rdma_trouble(
@@ -113,7 +113,8 @@ def memory(case: Case) -> Verdict:
 
 @check("limits.killed", "Processes killed for memory", causes=("limits.memory",))
 def killed(case: Case) -> Verdict:
-    for folder in cgroup_folders(case, "memory"):
+    folders = cgroup_folders(case, "memory")
+    for folder in folders[:1] if case.place == "host" else folders:  # on a host those above count others' processes
         for file in ("memory.events", "memory.oom_control"):
             for line in (case.system.tree.read(f"{folder}/{file}") or "").splitlines():
                 name, _, count = line.partition(" ")

@@ -143,7 +143,7 @@ SYMPTOMS = (
         "exitcode: -9",
         "exitcode -9",
         "exited with code -9",
-        "was killed by SIGKILL",
+        "was ended by SIGKILL",
         "oom-kill:",
         "Out of memory: Killed process",
         "Memory cgroup out of memory",

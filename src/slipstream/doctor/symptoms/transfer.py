@@ -72,7 +72,7 @@ SYMPTOMS = (
         "exit code: 139",
         "exitcode: -11",
         "exited with code -11",
-        "was killed by SIGSEGV",
+        "was ended by SIGSEGV",
         cause="in a transfer over TCP with GPU memory typically a Mooncake wheel that was built without CUDA",
         remedies=(
             "install the CUDA build of the transfer engine (slipstream doctor shows how it was built)",
@@ -227,6 +227,17 @@ SYMPTOMS = (
         cause="the wire protocol changed between the versions",
         remedies=("run the same version everywhere",),
         checks="cluster.versions",
+    ),
+    symptom(
+        "worker-lost",
+        "A worker went away",
+        "decode worker lost:",
+        "cannot reach the decode worker at",
+        cause="its process ended or its machine cannot be reached; requests go on elsewhere where that is possible",
+        remedies=("see why it ended: its own last lines, and those of its supervisor",),
+        checks="cluster.workers",
+        effect_of=("killed-for-memory", "native-crash", "engine-failed", "gpu-lost"),
+        notice=True,
     ),
     symptom(
         "first-request-slow",
