@@ -152,19 +152,26 @@ class Door:
 
     def _answer(self, fd: int, connection: socket.socket, message: bytes) -> bool:
         token, agent = message[:16], message[16:].decode(errors="replace")
+        known = self._opens(token)
         with self._lock:
-            known = hmac.compare_digest(token, self.address.token)
             welcome = known and agent in self._admitted
             if welcome:
                 self._inside[fd] = (connection, agent)
         with contextlib.suppress(OSError):
             if welcome:
-                socket.send_fds(connection, [b"\0" + self._payload], self._fds)
+                socket.send_fds(connection, [b"\0" + self._payload], self._goods(token, agent))
             else:
                 reason = f"agent {agent!r} is not admitted" if known else "the token is wrong"
                 logger.warning("refused a process that wants this worker's memory: %s", reason)
                 connection.send(b"\1" + reason.encode())
         return welcome
+
+    def _opens(self, token: bytes) -> bool:
+        return hmac.compare_digest(token, self.address.token)
+
+    def _goods(self, token: bytes, agent: str) -> Sequence[int]:
+        """The descriptors that a welcome agent gets for its token."""
+        return self._fds
 
     def _leave(self, poll: select.poll, fd: int) -> None:
         poll.unregister(fd)

@@ -31,12 +31,9 @@ POLL_BYTES = 16 << 20
 
 
 def host_array(region: Region, transport: str) -> NDArray[np.uint8]:
-    """The region as bytes that the CPU may touch.
-
-    This is where staging of device memory will come in; until then a device region is RouteUnavailable.
-    """
+    """The region as bytes that the CPU may touch. Raises RouteUnavailable when it is memory of a device."""
     if region.kind != "cpu" or region.array is None:
-        raise RouteUnavailable(f"{transport} cannot stage {region.kind} memory yet; it moves memory of the CPU")
+        raise RouteUnavailable(f"{transport} moves memory of the CPU; the KV pool of this rank is on {region.device}")
     return region.array
 
 

@@ -3,6 +3,8 @@
 A ticket is cut into pieces. Each stream has a thread that takes the next piece of that peer, whichever ticket it
 belongs to, and sends it from the pool's memory in one system call; the receiver (`tcp_receiver.py`) reads it straight
 into its pool and answers. A ticket is done when all its pieces are answered, which is when all its bytes are in place.
+A GPU's pool is not reached by sockets: there each sending thread brings its piece to pinned slots, and sends one while
+the next ones are being filled; the receiver does the reverse (`transfer.staging`).
 
 When one stream breaks, the remote is broken: no further piece is sent, the other streams are half-closed, and the
 tickets fail when every stream has reached its end. The receiver ends a stream only when it has stopped writing, so
@@ -26,11 +28,14 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from slipstream.errors import PeerLost, RouteUnavailable
+from slipstream.errors import PeerLost, RouteUnavailable, TransferError
 from slipstream.transfer.copies import check_bounds, split
+from slipstream.transfer.cuda.copier import Copier
+from slipstream.transfer.cuda.runtime import Device
+from slipstream.transfer.staging import Staging, StagingMaker
 from slipstream.transfer.transports.base import Completion, Context, Exports, Runs
 from slipstream.transfer.transports.bell import Bell
-from slipstream.transfer.transports.memory import host_array
+from slipstream.transfer.transports.cuda_ipc import event_handle
 from slipstream.transfer.transports.tcp_frames import (
     ANSWER,
     GREETING,
@@ -41,10 +46,11 @@ from slipstream.transfer.transports.tcp_frames import (
     send_vectors,
     tune,
 )
-from slipstream.transfer.transports.tcp_receiver import Receiver
+from slipstream.transfer.transports.tcp_receiver import STAGING_SLOT_BYTES, STAGING_SLOTS, Receiver
 
 LEAST_PIECE = 256 << 10
 LARGEST_PIECE = 4 << 20
+LARGEST_STAGED = 32 << 20  # what a thread brings out of a GPU and sends in one go, in pieces of a slot
 CONNECT_S = 2.0
 ABANDON_S = 1.0
 
@@ -58,8 +64,10 @@ class Listening(msgspec.Struct, frozen=True):
 
 
 class _Ticket:
-    def __init__(self, number: int, pieces: int) -> None:
-        self.number, self.unanswered = number, pieces
+    """`left` bytes of it are not answered. `after`, behind whose `event` the source is ready, is kept alive with it."""
+
+    def __init__(self, number: int, left: int, after: Any, event: int | None) -> None:
+        self.number, self.left, self.after, self.event = number, left, after, event
 
 
 class _Stream:
@@ -69,9 +77,8 @@ class _Stream:
         self.sock = sock
         self.sending = False
         self.ended = False
-        self.unanswered: deque[tuple[int, _Ticket]] = deque()
+        self.unanswered: deque[tuple[int, int, _Ticket]] = deque()  # sequence number, bytes, ticket
         self.inbox = b""
-        self.thread: threading.Thread | None = None
 
     def finish(self) -> None:
         """No more from our side; the other side answers with the end of the stream when it has stopped writing."""
@@ -111,13 +118,16 @@ class TcpRemote:
 
 
 class TcpTransport:
-    """TCP between pools in the memory of CPUs."""
+    """TCP between pools of any kind. Raises RouteUnavailable when this rank cannot listen or stage its memory."""
 
     name: ClassVar[str] = "tcp"
     open_blocks: ClassVar[bool] = True
 
-    def __init__(self, context: Context) -> None:
-        self._memory = host_array(context.region, "tcp").data.cast("B")
+    def __init__(self, context: Context, device: Device | None = None, copiers: Any = Copier) -> None:
+        array = context.region.array
+        self._memory = array.data.cast("B") if array is not None else None
+        self._region = context.region
+        self._maker = StagingMaker(context.region, device, copiers)
         self._agent = context.agent
         self._streams = context.config.tcp_streams
         self._host = context.host
@@ -125,8 +135,9 @@ class TcpTransport:
         self._sequence = itertools.count(1)
         self._remotes: list[TcpRemote] = []
         self._by_fd: dict[int, tuple[TcpRemote, _Stream]] = {}
+        self._threads: list[threading.Thread] = []
         try:
-            self._receiver = Receiver(self._memory, context.host, context.config.tcp_port)
+            self._receiver = Receiver(self._maker, context.host, context.config.tcp_port)
         except OSError as error:
             raise RouteUnavailable(
                 f"cannot listen on {context.host} port {context.config.tcp_port}: {error.strerror or error}"
@@ -165,22 +176,26 @@ class TcpTransport:
         self._remotes.append(remote)
         for stream in streams:
             self._by_fd[stream.sock.fileno()] = (remote, stream)
-            stream.thread = threading.Thread(
-                target=self._send, args=(remote, stream), name="slipstream-tcp-out", daemon=True
-            )
-            stream.thread.start()
+            thread = threading.Thread(target=self._send, args=(remote, stream), name="slipstream-tcp-out", daemon=True)
+            thread.start()
+            self._threads = [other for other in self._threads if other.is_alive()] + [thread]
             self._epoll.register(stream.sock, select.EPOLLIN | select.EPOLLRDHUP)
         return remote
 
     def write(self, remote: TcpRemote, runs: Runs, after: Any = None) -> int:
-        if after is not None:
+        """`after`, where this rank's pool is a GPU's: a torch.cuda.Event, or the handle of an event."""
+        if after is not None and self._region.kind == "cpu":
             raise ValueError("tcp sends memory of the CPU, which no device event stands before")
         if remote.broken:
             raise PeerLost(remote.broken)
-        check_bounds(runs, len(self._memory), remote.bytes)
-        share = -(-runs.total // len(remote.streams))
-        pieces = list(split(runs, min(max(share, LEAST_PIECE), LARGEST_PIECE), MAX_RUNS))
-        ticket = _Ticket(next(self._numbers), len(pieces))
+        check_bounds(runs, self._region.bytes, remote.bytes)
+        total = runs.total
+        share = max(-(-total // len(remote.streams)), LEAST_PIECE)
+        if self._memory is None:
+            pieces = split(runs, min(share, LARGEST_STAGED), len(runs.length))
+        else:
+            pieces = split(runs, min(share, LARGEST_PIECE), MAX_RUNS)
+        ticket = _Ticket(next(self._numbers), total, after, event_handle(after))
         remote.tickets[ticket.number] = ticket
         for piece in pieces:
             remote.pieces.put((ticket, piece))
@@ -212,12 +227,13 @@ class TcpTransport:
         for remote in self._remotes:
             remote.stop("the route was closed")
             self._leave_behind(remote)
-            for stream in remote.streams:
-                assert stream.thread is not None
-                stream.thread.join()
-                stream.sock.close()
             if remote.abandon is not None:
                 remote.abandon.cancel()
+        for thread in self._threads:  # those of remotes that are gone too: none may outlive the pool it reads
+            thread.join()
+        for remote in self._remotes:
+            for stream in remote.streams:
+                stream.sock.close()
         self._receiver.close()
         self._epoll.close()
         self._bell.close()
@@ -225,31 +241,53 @@ class TcpTransport:
     # ------------------------------------------------------------------------------------------- sending threads
 
     def _send(self, remote: TcpRemote, stream: _Stream) -> None:
-        while (item := remote.pieces.get()) is not None:
-            ticket, piece = item
-            sequence = next(self._sequence)
-            with remote.lock:
+        staging: Staging | None = None
+        try:
+            if self._memory is None:
+                staging = self._maker.staging(STAGING_SLOTS, STAGING_SLOT_BYTES)
+            while (item := remote.pieces.get()) is not None:
+                with remote.lock:
+                    if remote.broken:
+                        return
+                    stream.sending = True
+                if staging is None:
+                    self._send_in_place(remote, stream, *item)
+                else:
+                    self._send_staged(remote, stream, staging, *item)
+                stream.sending = False
+        except OSError as error:
+            remote.stop(f"sending to {remote.label} failed: {error.strerror or error}")
+        except (TransferError, ValueError) as error:
+            remote.stop(f"the GPU's memory cannot be sent: {error}")
+        finally:
+            if staging is not None:
+                staging.close()
+            stream.sending = False
+            if remote.broken:
+                self._bell.ring()
+
+    def _send_in_place(self, remote: TcpRemote, stream: _Stream, ticket: _Ticket, piece: Runs) -> None:
+        memory = self._memory
+        assert memory is not None
+        columns = zip(piece.source.tolist(), piece.length.tolist(), strict=True)
+        self._send_piece(remote, stream, ticket, piece, [memory[at : at + size] for at, size in columns])
+
+    def _send_staged(self, remote: TcpRemote, stream: _Stream, staging: Staging, ticket: _Ticket, runs: Runs) -> None:
+        with contextlib.closing(staging.out(runs, ticket.event, MAX_RUNS)) as pieces:
+            for piece, packed in pieces:
                 if remote.broken:
                     return
-                stream.sending = True
-                stream.unanswered.append((sequence, ticket))
-            try:
-                self._send_piece(stream.sock, sequence, piece)
-            except OSError as error:
-                remote.stop(f"sending to {remote.label} failed: {error.strerror or error}")
-            with remote.lock:
-                stream.sending = False
-                broken = remote.broken
-            if broken:
-                self._bell.ring()
-                return
+                self._send_piece(remote, stream, ticket, piece, [packed.data.cast("B")])
 
-    def _send_piece(self, sock: socket.socket, sequence: int, piece: Runs) -> None:
-        memory = self._memory
+    def _send_piece(
+        self, remote: TcpRemote, stream: _Stream, ticket: _Ticket, piece: Runs, vectors: list[memoryview]
+    ) -> None:
+        sequence, total = next(self._sequence), piece.total
+        with remote.lock:
+            stream.unanswered.append((sequence, total, ticket))
         table = np.stack((piece.destination, piece.length), axis=1)
-        head = PIECE.pack(sequence, len(piece.length), piece.total) + table.tobytes()
-        columns = zip(piece.source.tolist(), piece.length.tolist(), strict=True)
-        send_vectors(sock, [memoryview(head), *(memory[at : at + size] for at, size in columns)])
+        head = PIECE.pack(sequence, len(piece.length), total) + table.tobytes()
+        send_vectors(stream.sock, [memoryview(head), *vectors])
 
     # ------------------------------------------------------------------------------------------- the mover
 
@@ -275,14 +313,14 @@ class TcpTransport:
 
     def _answered(self, remote: TcpRemote, stream: _Stream, sequence: int, text: str, done: list[Completion]) -> None:
         with remote.lock:
-            expected, ticket = stream.unanswered[0] if stream.unanswered else (0, None)
+            expected, size, ticket = stream.unanswered[0] if stream.unanswered else (0, 0, None)
             if sequence == expected and not text:
                 stream.unanswered.popleft()
         if sequence != expected or text or ticket is None:
             remote.stop(f"{remote.label}: {text or 'answered a piece that was not sent'}")
             return
-        ticket.unanswered -= 1
-        if ticket.unanswered == 0 and remote.tickets.pop(ticket.number, None) is not None:
+        ticket.left -= size
+        if ticket.left == 0 and remote.tickets.pop(ticket.number, None) is not None:
             done.append(Completion(ticket.number))
 
     def _ended(self, remote: TcpRemote, stream: _Stream) -> None:

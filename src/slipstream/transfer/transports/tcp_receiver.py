@@ -3,6 +3,9 @@
 A stream belongs to the agent that its greeting names, which must know the token and be admitted. `cut_off` ends the
 streams of one agent and is done when their threads have stopped, which this process can prove by itself, whatever state
 the other side is in.
+
+Into a pool of the CPU the bytes are read in place and answered at once. For a GPU's they are read into pinned slots,
+and a piece is answered when its copy to the device has ended, while the next ones are being read.
 """
 
 from __future__ import annotations
@@ -11,13 +14,20 @@ import contextlib
 import hmac
 import logging
 import secrets
+import select
 import socket
 import threading
 import time
 from concurrent.futures import Future
+from typing import NoReturn, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
+from slipstream.errors import TransferError
+from slipstream.transfer.copies import split
+from slipstream.transfer.staging import PIECE_RUNS, Staging, StagingMaker
+from slipstream.transfer.transports.base import Runs
 from slipstream.transfer.transports.tcp_frames import (
     ANSWER,
     GREETING,
@@ -35,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 MAX_STRANGERS = 64
 GREETING_S = 5.0
+STAGING_SLOTS = 4  # a stream, where the pool is a GPU's
+STAGING_SLOT_BYTES = 4 << 20
 RETRY_S = 0.1  # after a failed accept (no descriptors left), which would fail again at once
 
 
@@ -50,12 +62,11 @@ class _Incoming:
             self.sock.shutdown(socket.SHUT_RDWR)
 
 
-class Receiver:
-    """Writes into `memory` what admitted agents send. Raises OSError when the address cannot be listened on."""
+class Listener:
+    """Streams of admitted agents, each with a thread in `attend`. Raises OSError when it cannot listen there."""
 
-    def __init__(self, memory: memoryview, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int) -> None:
         self.token = secrets.token_bytes(16)
-        self._memory = memory
         self._lock = threading.Lock()
         self._admitted: set[str] = set()
         self._incoming: dict[_Incoming, threading.Thread] = {}
@@ -66,6 +77,13 @@ class Receiver:
         self.port: int = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._accept, name="slipstream-tcp-accept", daemon=True)
         self._thread.start()
+
+    def attend(self, sock: socket.socket) -> None:
+        """Serves one stream, until either side has ended it; returns when nothing of it can still arrive.
+
+        May raise OSError, ValueError or TransferError, which is logged.
+        """
+        raise NotImplementedError
 
     def admit(self, agent: str) -> None:
         with self._lock:
@@ -123,8 +141,8 @@ class Receiver:
     def _serve(self, stream: _Incoming) -> None:
         try:
             if self._greet(stream):
-                self._receive(stream)
-        except (OSError, ValueError) as error:
+                self.attend(stream.sock)
+        except (OSError, ValueError, TransferError) as error:
             if stream.agent and not self._closing:
                 logger.warning("transfer stream from %s ended: %s", stream.label, error)
         finally:
@@ -163,10 +181,100 @@ class Receiver:
         sock.sendall(MAGIC)
         return True
 
-    def _receive(self, stream: _Incoming) -> None:
-        sock, memory = stream.sock, self._memory
+
+class _Sink(Protocol):
+    """Where the bytes of a stream go. `busy` while pieces that were taken are not in place; `flush` waits for them."""
+
+    size: int
+    busy: bool
+
+    def take(self, sock: socket.socket, table: NDArray[np.int64]) -> bool:
+        """Reads the bytes of one piece; False when the stream ends before."""
+        ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _PoolSink:
+    """A pool of the CPU: the system writes the bytes to their places."""
+
+    busy = False
+
+    def __init__(self, memory: memoryview) -> None:
+        self.size = len(memory)
+        self._memory = memory
+
+    def take(self, sock: socket.socket, table: NDArray[np.int64]) -> bool:
+        memory = self._memory
+        return receive_vectors(sock, [memory[at : at + size] for at, size in table.tolist()])
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _StagedSink:
+    """A GPU's pool: the bytes are read into pinned slots, from where they are copied on."""
+
+    def __init__(self, staging: Staging, size: int) -> None:
+        self.size = size
+        self.busy = False
+        self._staging = staging
+
+    def take(self, sock: socket.socket, table: NDArray[np.int64]) -> bool:
+        destination, length = np.ascontiguousarray(table[:, 0]), np.ascontiguousarray(table[:, 1])
+        self.busy = True
+        for part in split(Runs(destination, destination, length), self._staging.slot_bytes, PIECE_RUNS):
+            try:
+                with self._staging.into(part) as room:
+                    if not receive_exactly(sock, room.data.cast("B")):
+                        raise EOFError
+            except EOFError:
+                return False
+        return True
+
+    def flush(self) -> None:
+        self._staging.flush()
+        self.busy = False
+
+    def close(self) -> None:
+        self._staging.close()
+
+
+class Receiver(Listener):
+    """Writes into the pool of `maker` what admitted agents send. Raises OSError when it cannot listen there."""
+
+    def __init__(self, maker: StagingMaker, host: str, port: int) -> None:
+        self._maker = maker
+        super().__init__(host, port)
+
+    def attend(self, sock: socket.socket) -> None:
+        try:
+            sink = self._sink()
+        except TransferError as error:
+            head = memoryview(bytearray(PIECE.size))
+            if receive_exactly(sock, head):
+                _refuse(sock, PIECE.unpack(head)[0], str(error))
+            return
+        try:
+            self._receive(sock, sink)
+        finally:
+            sink.close()
+
+    def _sink(self) -> _Sink:
+        region = self._maker.region
+        if region.array is not None:
+            return _PoolSink(region.array.data.cast("B"))
+        return _StagedSink(self._maker.staging(STAGING_SLOTS, STAGING_SLOT_BYTES), region.bytes)
+
+    def _receive(self, sock: socket.socket, sink: _Sink) -> None:
         head = memoryview(bytearray(PIECE.size))
         table = np.empty((MAX_RUNS, 2), np.int64)
+        waiting: list[int] = []  # pieces that were taken and not answered
         while receive_exactly(sock, head):
             sequence, count, total = PIECE.unpack(head)
             problem = "" if 0 < count <= MAX_RUNS and 0 < total <= MAX_PIECE else f"{count} runs, {total} bytes"
@@ -174,14 +282,26 @@ class Receiver:
             if not problem:
                 if not receive_exactly(sock, runs.data.cast("B")):
                     return
-                problem = _problem(runs, total, len(memory))
+                problem = _problem(runs, total, sink.size)
             if problem:
-                text = f"refused a piece that does not fit this pool: {problem}".encode()
-                sock.sendall(ANSWER.pack(sequence, len(text)) + text)
-                raise ValueError(text.decode())
-            if not receive_vectors(sock, [memory[at : at + size] for at, size in runs.tolist()]):
-                return
-            sock.sendall(ANSWER.pack(sequence, 0))
+                _refuse(sock, sequence, f"refused a piece that does not fit this pool: {problem}")
+            try:
+                if not sink.take(sock, runs):
+                    return
+                waiting.append(sequence)
+                if sink.busy and len(waiting) < STAGING_SLOTS - 1 and select.select([sock], [], [], 0)[0]:
+                    continue
+                sink.flush()
+            except TransferError as error:
+                _refuse(sock, waiting[0] if waiting else sequence, f"cannot write to its GPU: {error}")
+            sock.sendall(b"".join(ANSWER.pack(number, 0) for number in waiting))
+            waiting.clear()
+
+
+def _refuse(sock: socket.socket, sequence: int, reason: str) -> NoReturn:
+    text = reason.encode()
+    sock.sendall(ANSWER.pack(sequence, len(text)) + text)
+    raise ValueError(reason)
 
 
 def _problem(runs: np.ndarray, total: int, size: int) -> str:
