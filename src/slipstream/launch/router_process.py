@@ -16,6 +16,7 @@ from slipstream.front.app import create_app
 from slipstream.front.server import serve
 from slipstream.front.service import TokenizerService
 from slipstream.launch import ports
+from slipstream.launch.limits import raise_open_files
 from slipstream.router import Router
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ def run_router(
     `listen_fd` is a listening socket inherited from the parent; without it the front's host and port are bound. With
     `accept_after_s` connections are left waiting in the socket until a request can be served, for that long at most.
     """
+    raise_open_files()
     sock = ports.listen(front.host, front.port) if listen_fd is None else socket.socket(fileno=listen_fd)
     sock.setblocking(False)
     logger.info("router listens at %s", ports.url_of(front.host, sock.getsockname()[1]))

@@ -15,6 +15,7 @@ import time
 from types import FrameType
 
 from slipstream.config import EngineConfig, TransferConfig, WorkerConfig
+from slipstream.launch.limits import raise_open_files
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ PASSIVE_WAITING = {
 
 def run_worker(engine: EngineConfig, config: WorkerConfig, transfer: TransferConfig, drain_s: float) -> int:
     """Runs a worker until it is told to end; returns the exit code. Raises SetupError when it cannot start."""
+    raise_open_files()
     for variable, value in PASSIVE_WAITING.items():
         os.environ.setdefault(variable, value)
     if engine.threads:
