@@ -77,6 +77,10 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     tcp_streams: Annotated[int, Meta(ge=1, le=64, description="Parallel streams a peer of the tcp transport.")] = 4
     tcp_port: Annotated[int, Meta(ge=0, le=65535, description="Port of the tcp transport; 0 takes a free one.")] = 0
+    rdma_nics: Annotated[
+        str,
+        Meta(description="RDMA devices for nixl and mooncake, as `mlx5_0,mlx5_1`; empty lets them choose."),
+    ] = ""
     preflight_bytes: Annotated[
         int, Meta(ge=4096, description="Size of the area that a route's preflight writes, verifies and times.")
     ] = 4 << 20

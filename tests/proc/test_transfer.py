@@ -51,10 +51,13 @@ class Child:
 
     def call(self, name: str, *arguments: Any) -> Any:
         self.ask(name, *arguments)
-        assert self._connection.poll(WAIT_S)
-        ok, answer = self._connection.recv()
+        ok, answer = self.receive()
         assert ok, answer
         return answer
+
+    def receive(self) -> tuple[bool, Any]:
+        assert self._connection.poll(WAIT_S)
+        return self._connection.recv()
 
     def stop(self) -> None:
         """Returns when none of its threads runs."""
@@ -151,7 +154,7 @@ def test_both_directions_at_once(pair: Callable[..., tuple[Any, Child]], transpo
     there.ask("submit", "here", 1, list(range(32)), list(range(32, 64)))
     here.submit("there", 1, list(range(32)), list(range(32, 64)))
     assert here.outcomes(1) == {1: None}
-    assert there._connection.recv() == (True, None)
+    assert there.receive() == (True, None)
     assert there.call("outcomes", 1) == {1: None}
     assert np.array_equal(here.pages[32:], theirs[:32])
     assert np.array_equal(there.call("read")[32:], sent[:32])

@@ -67,6 +67,9 @@ class Node:
     def read(self) -> np.ndarray:
         return self.pages.copy()
 
+    def zero(self) -> None:
+        self.pages[:] = 0
+
     def write_for_ever(self, peer: str) -> None:
         """Copies all pages to all pages, one job behind the other; until it is killed, or a copy fails."""
         order = list(range(self.pool.pages))

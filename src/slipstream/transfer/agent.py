@@ -30,7 +30,16 @@ from slipstream.errors import PeerLost, RouteUnavailable, TransferError
 from slipstream.kv.layout import KVLayout
 from slipstream.transfer.copies import HeadMove, HeadRange, head_moves
 from slipstream.transfer.job import CopyJob, HostMemory, ProbeMemory, Route, runs_of
-from slipstream.transfer.route import AUTOMATIC, Ranking, machine_id, process_id, rank, unavailable
+from slipstream.transfer.route import (
+    AUTOMATIC,
+    RDMA,
+    Ranking,
+    machine_id,
+    process_id,
+    rank,
+    unavailable,
+    usable_nics,
+)
 from slipstream.transfer.transports import load_all
 from slipstream.transfer.transports.base import Context, Description, Exports, Region, Remote, Runs, Transport
 from slipstream.transfer.transports.bell import Bell
@@ -451,4 +460,5 @@ class TransferAgent:
             agent=self.name,
             descriptions=[Description(name, transport.export()) for name, transport in self._transports.items()],
             refused=dict(self._refused),
+            rdma=any(name in self._transports for name in RDMA) and bool(usable_nics()),
         )

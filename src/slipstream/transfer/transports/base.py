@@ -80,6 +80,7 @@ class Exports(msgspec.Struct, frozen=True, kw_only=True):
     agent: str  # unique a transfer agent: the name under which this rank opens the memory of others
     descriptions: list[Description]
     refused: dict[str, str] = {}  # transports that this rank does not offer, and why
+    rdma: bool = False  # whether it offers a transport that uses RDMA, and has a device that can carry data
 
 
 @dataclass(frozen=True, slots=True)

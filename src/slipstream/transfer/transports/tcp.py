@@ -149,7 +149,7 @@ class TcpTransport:
     # ------------------------------------------------------------------------------------------- as an exporter
 
     def export(self) -> bytes:
-        return msgspec.msgpack.encode(Listening(_reachable(self._host), self._receiver.port, self._receiver.token))
+        return msgspec.msgpack.encode(Listening(reachable(self._host), self._receiver.port, self._receiver.token))
 
     def admit(self, agent: str) -> None:
         self._receiver.admit(agent)
@@ -167,7 +167,7 @@ class TcpTransport:
         streams: list[_Stream] = []
         try:
             for _ in range(self._streams):
-                streams.append(_Stream(_connect(peer, self._agent)))
+                streams.append(_Stream(connect(peer, self._agent)))
         except BaseException:
             for stream in streams:
                 stream.sock.close()
@@ -352,7 +352,7 @@ class TcpTransport:
                     stream.sock.shutdown(socket.SHUT_RDWR)
 
 
-def _connect(peer: Listening, agent: str) -> socket.socket:
+def connect(peer: Listening, agent: str) -> socket.socket:
     """One greeted stream. Raises RouteUnavailable with the reason."""
     where = f"{peer.host}:{peer.port}"
     try:
@@ -376,7 +376,7 @@ def _connect(peer: Listening, agent: str) -> socket.socket:
     return sock
 
 
-def _reachable(host: str) -> str:
+def reachable(host: str) -> str:
     """The address to give to others; a wildcard stands for this machine's own name."""
     if host not in ("", "0.0.0.0", "::"):
         return host

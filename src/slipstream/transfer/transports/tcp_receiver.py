@@ -50,7 +50,7 @@ STAGING_SLOT_BYTES = 4 << 20
 RETRY_S = 0.1  # after a failed accept (no descriptors left), which would fail again at once
 
 
-class _Incoming:
+class Incoming:
     """One accepted stream; `agent` is empty until it has greeted."""
 
     def __init__(self, sock: socket.socket, label: str) -> None:
@@ -69,7 +69,7 @@ class Listener:
         self.token = secrets.token_bytes(16)
         self._lock = threading.Lock()
         self._admitted: set[str] = set()
-        self._incoming: dict[_Incoming, threading.Thread] = {}
+        self._incoming: dict[Incoming, threading.Thread] = {}
         self._leaving: dict[str, list[Future[None]]] = {}
         self._closing = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -78,12 +78,16 @@ class Listener:
         self._thread = threading.Thread(target=self._accept, name="slipstream-tcp-accept", daemon=True)
         self._thread.start()
 
-    def attend(self, sock: socket.socket) -> None:
+    def attend(self, stream: Incoming) -> None:
         """Serves one stream, until either side has ended it; returns when nothing of it can still arrive.
 
         May raise OSError, ValueError or TransferError, which is logged.
         """
         raise NotImplementedError
+
+    def dismiss(self, stream: Incoming) -> None:
+        """Makes `attend` return soon."""
+        stream.end()
 
     def admit(self, agent: str) -> None:
         with self._lock:
@@ -99,7 +103,7 @@ class Listener:
                 return future
             self._leaving.setdefault(agent, []).append(future)
         for stream in streams:
-            stream.end()
+            self.dismiss(stream)
         return future
 
     def close(self) -> None:
@@ -127,7 +131,7 @@ class Listener:
                     logger.warning("cannot accept a tcp transfer stream: %s", error)
                     time.sleep(RETRY_S)
                 continue
-            stream = _Incoming(sock, f"{address[0]}:{address[1]}")
+            stream = Incoming(sock, f"{address[0]}:{address[1]}")
             thread = threading.Thread(target=self._serve, args=(stream,), name="slipstream-tcp-in", daemon=True)
             with self._lock:
                 strangers = sum(not other.agent for other in self._incoming)
@@ -138,10 +142,10 @@ class Listener:
             if not taken:
                 sock.close()
 
-    def _serve(self, stream: _Incoming) -> None:
+    def _serve(self, stream: Incoming) -> None:
         try:
             if self._greet(stream):
-                self.attend(stream.sock)
+                self.attend(stream)
         except (OSError, ValueError, TransferError) as error:
             if stream.agent and not self._closing:
                 logger.warning("transfer stream from %s ended: %s", stream.label, error)
@@ -154,7 +158,7 @@ class Listener:
             for future in done:
                 future.set_result(None)
 
-    def _greet(self, stream: _Incoming) -> bool:
+    def _greet(self, stream: Incoming) -> bool:
         sock = stream.sock
         sock.settimeout(GREETING_S)
         head = memoryview(bytearray(GREETING.size))
@@ -252,7 +256,8 @@ class Receiver(Listener):
         self._maker = maker
         super().__init__(host, port)
 
-    def attend(self, sock: socket.socket) -> None:
+    def attend(self, stream: Incoming) -> None:
+        sock = stream.sock
         try:
             sink = self._sink()
         except TransferError as error:
