@@ -20,6 +20,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+ATTENTION_SHAPES = (
+    (128, 128, 8, 2),
+    (128, 64, 8, 3),
+    (64, 64, 4, 2),
+    (64, 64, 4, 3),
+    (64, 128, 4, 2),
+    (128, 128, 8, 3),
+)
 STEPS = ("tests", "bench", "products", "attention")
 
 
@@ -28,6 +36,8 @@ def main() -> int:
     parser.add_argument("steps", nargs="*", metavar="STEP", help=", ".join(STEPS))
     parser.add_argument("--out", type=Path, default=Path("gpu-engine"))
     parser.add_argument("--shapes", default="1.5b,8b")
+    parser.add_argument("--kinds", default="qkv,output,gate_up,down,head", help="products")
+    parser.add_argument("--rows", default="1,4,16,32", help="of products")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
@@ -36,7 +46,16 @@ def main() -> int:
         began = time.monotonic()
         print(f"== {step}", flush=True)
         if step == "tests":
-            command = [sys.executable, "-m", "pytest", "-q", "tests/gpu/test_engine.py", "-p", "no:cacheprovider"]
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "--tb=short",
+                "tests/gpu/test_engine.py",
+                "-p",
+                "no:cacheprovider",
+            ]
             command += ["-n", "8"] if importlib.util.find_spec("xdist") else []
             failures += subprocess.run(command, cwd=ROOT, env=environment).returncode != 0
         elif step == "bench":
@@ -44,7 +63,11 @@ def main() -> int:
             command += ["--json", str(arguments.out / "engine.json")]
             failures += subprocess.run(command, cwd=ROOT, env=environment).returncode != 0
         else:
-            {"products": products, "attention": attention}[step](arguments.shapes.split(","))
+            shapes = arguments.shapes.split(",")
+            if step == "attention":
+                attention(shapes)
+            else:
+                products(shapes, arguments.kinds.split(","), [int(rows) for rows in arguments.rows.split(",")])
         print(f"== {step}: {time.monotonic() - began:.1f} s", flush=True)
     return failures
 
@@ -84,14 +107,14 @@ def opened_ops(shape: str) -> tuple[Any, Any]:
     return opened, TritonOps(opened.config, pool, opened.model.rotary, 64, pdl=True)
 
 
-def products(shapes: list[str]) -> None:
+def products(shapes: list[str], kinds: list[str], counts: list[int]) -> None:
     import torch
 
     torch.set_grad_enabled(False)
     for shape in shapes:
         opened, ops = opened_ops(shape)
-        for kind in ("qkv", "output", "gate_up", "down", "head"):
-            for rows in (1, 4, 16, 32):
+        for kind in kinds:
+            for rows in counts:
                 product(shape, kind, rows, opened.model, ops)
         del opened, ops
         torch.cuda.empty_cache()
@@ -102,7 +125,7 @@ def product(shape: str, kind: str, rows: int, model: Any, ops: Any) -> None:
 
     linears = [model.head] * 8 if kind == "head" else [getattr(layer, kind) for layer in model.layers]
     outputs, inputs = linears[0].weight.shape
-    x, full = (torch.randn(rows, size, dtype=torch.bfloat16, device="cuda:0") for size in (inputs, outputs))
+    x = torch.randn(rows, inputs, dtype=torch.bfloat16, device="cuda:0")
     out = torch.randn(rows, outputs // 2 if kind == "gate_up" else outputs, dtype=torch.bfloat16, device="cuda:0")
 
     def run(one: Any) -> None:
@@ -113,7 +136,9 @@ def product(shape: str, kind: str, rows: int, model: Any, ops: Any) -> None:
         else:
             ops.project(x, one, out, model.norm)
 
-    found = {"cublas": graph_us(lambda one: torch.mm(x, one.transposed, out=full), linears)}
+    most, ops.few_rows = ops.few_rows, 0
+    found = {"cublas": graph_us(run, linears)}
+    ops.few_rows = most
     attribute = "one_row_shape" if rows == 1 else "few_rows_shape"
     plain = getattr(ops, attribute)
     found["chosen"] = graph_us(run, linears)
@@ -131,9 +156,9 @@ def product(shape: str, kind: str, rows: int, model: Any, ops: Any) -> None:
 
 def variants(rows: int) -> list[tuple[str, tuple[int, ...]]]:
     if rows == 1:
-        shapes = [(2, 1024, 4), (4, 1024, 4), (1, 2048, 4), (4, 512, 4), (8, 512, 8), (2, 2048, 8)]
+        shapes = [(2, 1024, 4), (8, 512, 8), (4, 512, 4), (16, 512, 8), (8, 256, 4), (1, 2048, 4), (2, 512, 4)]
     else:
-        shapes = [(32, 128, 4, 4), (32, 64, 4, 6), (64, 64, 4, 5), (64, 128, 8, 4), (16, 256, 4, 4)]
+        shapes = [(32, 128, 4, 4), (64, 64, 4, 4), (64, 128, 4, 3), (32, 256, 4, 3), (128, 64, 4, 4)]
     return [("x".join(map(str, shape)), shape) for shape in shapes]
 
 
@@ -172,13 +197,16 @@ def prompt(shape: str, tokens: int, earlier: int, opened: Any, ops: Any) -> None
     qkv = torch.randn(tokens, width, dtype=torch.bfloat16, device="cuda:0")
     out = torch.empty(tokens, config.heads * config.head_dim, dtype=torch.bfloat16, device="cuda:0")
     work = 4 * tokens * (earlier + tokens / 2) * config.heads * config.head_dim
-    for chosen in ((128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2)):
-        ops.prefill_shape = lambda longest, dim, dtype, chosen=chosen: chosen
-        try:
-            ms = device_ms(lambda: ops.prefill_attention(opened.model.layers[0], qkv, out, step), 5)
-            print(f"{shape} {earlier}+{tokens} {chosen} {ms:.3f} ms {work / ms / 1e9:.0f} TFLOP/s", flush=True)
-        except Exception as error:
-            print(f"{shape} {chosen} {type(error).__name__} {str(error)[:80]}", flush=True)
+    for gathers in (False, True):
+        ops._gathers = gathers
+        for chosen in ATTENTION_SHAPES if gathers else ((64, 64, 4, 2), (128, 128, 8, 3)):
+            ops.paged_shape = ops.gathered_shape = lambda *_, chosen=chosen: chosen
+            try:
+                ms = device_ms(lambda: ops.prefill_attention(opened.model.layers[0], qkv, out, step), 5)
+                label = f"{shape} {earlier}+{tokens} {'gathered' if gathers else 'paged'} {chosen}"
+                print(f"{label} {ms:.3f} ms {work / ms / 1e9:.0f} TFLOP/s", flush=True)
+            except Exception as error:
+                print(f"{shape} {chosen} {type(error).__name__} {str(error)[:80]}", flush=True)
 
 
 if __name__ == "__main__":

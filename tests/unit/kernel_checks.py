@@ -159,7 +159,18 @@ def check_prefill(device: torch.device, dtype: torch.dtype) -> None:
         parts = [(0, [5] * 33, 0, tables[0]), (1, [5] * 70, 100, tables[1]), (2, [5], 15, tables[2])]
         step = MixedInputs(16, device).fill(make_plan([*parts, (3, [5] * 16, 16, tables[3])]))
         assert step.decodes == 0
+        both.kernels._gathers = False
         _attend(both, step, 33 + 70 + 1 + 16, "prefill_attention")
+
+
+def check_prefill_gathered(device: torch.device, dtype: torch.dtype) -> None:
+    for changes in ({"head_dim": 64}, {"head_dim": 64, "qk_norm": True, "heads": 4, "kv_heads": 4}):
+        both = Twins(random_model(config(**changes), device, dtype))
+        tables = shuffled_tables(4, 14, 64)
+        parts = [(0, [5] * 33, 0, tables[0]), (1, [5] * 70, 100, tables[1]), (2, [5], 15, tables[2])]
+        step = MixedInputs(16, device).fill(make_plan([*parts, (3, [5] * 150, 16, tables[3])]))
+        both.kernels._gathers = True
+        _attend(both, step, 33 + 70 + 1 + 150, "prefill_attention")
 
 
 CHECKS: dict[str, Callable[[torch.device, torch.dtype], None]] = {
@@ -169,4 +180,5 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], None]] = {
     "decode_split": check_decode_split,
     "decode_normed": check_decode_normed,
     "prefill": check_prefill,
+    "prefill_gathered": check_prefill_gathered,
 }

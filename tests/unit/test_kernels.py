@@ -20,7 +20,9 @@ print("equal")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("check", ["small", "products", "decode", "decode_split", "decode_normed", "prefill"])
+@pytest.mark.parametrize(
+    "check", ["small", "products", "decode", "decode_split", "decode_normed", "prefill", "prefill_gathered"]
+)
 def test_a_kernel_computes_what_its_twin_does(check: str, dtype: str):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", CHECK, check, dtype]
@@ -51,7 +53,7 @@ NORMED = {"NORM": True, "BIAS": False, "ADD": False, "GATED": True}
 
 def test_a_product_of_one_row_fetches_weights_before_it_waits():
     scalars = {"outputs": "i32", "inputs": "i32", "eps": "fp32"}
-    ptx = _ptx("one_row", 5, scalars, {**NORMED, "ROWS": 2, "BLOCK": 1024, "PDL": True}, 4)
+    ptx = _ptx("one_row", 5, scalars, {**NORMED, "ROWS": 8, "BLOCK": 512, "EVEN": True, "PDL": True}, 4)
     loads, waits = ptx.index("ld.global"), ptx.index("griddepcontrol.wait")
     assert loads < waits < ptx.rindex("ld.global")
     assert "ld.global.v4.b32" in ptx or "ld.global.L1::no_allocate.v4" in ptx or ".v2.b64" in ptx
@@ -74,8 +76,8 @@ def test_attention_of_prompts_uses_the_tensor_cores_of_hopper():
 
 def test_attention_of_decoding_compiles_for_hopper():
     scalars = {"partial": "*fp32", "weights": "*fp32", "lengths": "*i32", "tables": "*i32", "width_at": "*i32"}
-    scalars |= {"scale": "fp32", "eps": "fp32", "page_stride": "i64", "head_stride": "i64"}
-    shape = {"HEADS": 12, "GROUP": 6, "ROWS": 16, "HALF": 64, "PAGE": 16, "TILE": 64, "SPLITS": 64, "QK_NORM": False}
+    scalars |= {"scale": "fp32", "eps": "fp32", "page_stride": "i64", "head_stride": "i64", "splits": "i32"}
+    shape = {"HEADS": 12, "GROUP": 6, "ROWS": 16, "HALF": 64, "PAGE": 16, "TILE": 64, "SPLIT": True, "QK_NORM": False}
     ptx = _ptx("decode_attention", 9, scalars, {**shape, "PRECISION": "tf32", "PDL": True}, 4)
     assert "mma" in ptx
     assert "griddepcontrol.wait" in ptx

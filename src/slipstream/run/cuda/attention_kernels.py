@@ -20,7 +20,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # pyright: ignore[reportMissingImports]
 
 
-@triton.jit(do_not_specialize=["scale"])
+@triton.jit(do_not_specialize=["scale", "splits"])
 def decode_attention(
     qkv,
     query_gain,
@@ -38,19 +38,20 @@ def decode_attention(
     eps,
     page_stride,
     head_stride,
+    splits,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HALF: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     QK_NORM: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # qkv [sequences, (HEADS + 2 * KV heads) * DIM]; out [sequences, HEADS * DIM]; scale includes log2(e).
-    # partial [sequences, HEADS, SPLITS, DIM] and weights [sequences, HEADS, SPLITS], float32, when SPLITS > 1.
+    # When SPLIT: partial [sequences, HEADS, splits, DIM] and weights [sequences, HEADS, splits], float32.
     DIM: tl.constexpr = 2 * HALF
     KV_HEADS: tl.constexpr = HEADS // GROUP
     sequence = tl.program_id(0)
@@ -69,13 +70,13 @@ def decode_attention(
     cosine = tl.load(cosines + position.to(tl.int64) * DIM + half).to(tl.float32)
     sine = tl.load(sines + position.to(tl.int64) * DIM + HALF + half).to(tl.float32)
     tiles = tl.cdiv(position, TILE)
-    each = tl.cdiv(tiles, SPLITS)
+    each = tl.cdiv(tiles, splits)
     first = split * each
     last = tl.minimum(first + each, tiles)
     if PDL:
         gdc_wait()
     if (split > 0) & (first >= tiles):
-        tl.store(weights + (sequence * HEADS + head) * SPLITS + split, float("-inf"), mask=live)
+        tl.store(weights + (sequence * HEADS + head) * splits + split, float("-inf"), mask=live)
         return
 
     start = qkv + sequence.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * DIM)
@@ -133,19 +134,17 @@ def decode_attention(
         sums = tl.dot(share.to(kind), v, sums, input_precision=PRECISION)
         top = higher
     sums = sums / total[:, None]
-    if SPLITS == 1:
+    if not SPLIT:
         at = out + (sequence.to(tl.int64) * HEADS + head)[:, None] * DIM + dim[None, :]
         tl.store(at, sums.to(out.dtype.element_ty), mask=live[:, None])
     else:
-        base = (sequence * HEADS + head) * SPLITS + split
+        base = (sequence * HEADS + head) * splits + split
         tl.store(weights + base, top + tl.log2(total), mask=live)
         tl.store(partial + base[:, None].to(tl.int64) * DIM + dim[None, :], sums, mask=live[:, None])
 
 
-@triton.jit
-def merge_splits(
-    partial, weights, out, SPLITS: tl.constexpr, PLACES: tl.constexpr, DIM: tl.constexpr, PDL: tl.constexpr
-):
+@triton.jit(do_not_specialize=["splits"])
+def merge_splits(partial, weights, out, splits, PLACES: tl.constexpr, DIM: tl.constexpr, PDL: tl.constexpr):
     # One program a (sequence, head). Splits without tokens weigh nothing and are not read.
     row = tl.program_id(0)
     place = tl.arange(0, PLACES)
@@ -153,9 +152,9 @@ def merge_splits(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    weight = tl.load(weights + row * SPLITS + place, mask=place < SPLITS, other=float("-inf"))
+    weight = tl.load(weights + row * splits + place, mask=place < splits, other=float("-inf"))
     share = tl.exp2(weight - tl.max(weight, 0))
-    at = partial + (row * SPLITS + place)[:, None].to(tl.int64) * DIM + dim[None, :]
+    at = partial + (row * splits + place)[:, None].to(tl.int64) * DIM + dim[None, :]
     sums = tl.load(at, mask=(share > 0)[:, None], other=0.0)
     sums = tl.sum(sums * share[:, None], 0) / tl.sum(share, 0)
     tl.store(out + row * DIM + dim, sums.to(out.dtype.element_ty))
@@ -304,4 +303,104 @@ def prefill_attention(
         sums = tl.dot(share.to(kind), v, sums, input_precision=PRECISION)
         top = higher
     sums = sums / total[:, None]
+    tl.store(out + at[:, None] * (HEADS * DIM) + head * DIM + dim[None, :], sums.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["width", "total"])
+def gather_pages(
+    pool,
+    keys,
+    values,
+    starts,
+    lengths,
+    tables,
+    width,
+    total,
+    page_stride,
+    head_stride,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    # keys and values [KV heads, total, DIM]: sequence s from row starts[s] on, zeros behind it up to a whole TILE.
+    block = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    length = tl.load(lengths + sequence)
+    if block * TILE >= length:
+        return
+    token = block * TILE + tl.arange(0, TILE)
+    dim = tl.arange(0, DIM)
+    known = token < length
+    page = tl.load(tables + sequence.to(tl.int64) * width + token // PAGE, mask=known, other=0).to(tl.int64)
+    at = pool + kv_head.to(tl.int64) * head_stride + page * page_stride + (token % PAGE) * DIM
+    at = at[:, None] + dim[None, :]
+    row = kv_head.to(tl.int64) * total + tl.load(starts + sequence) + token
+    into = row[:, None] * DIM + dim[None, :]
+    tl.store(keys + into, tl.load(at, mask=known[:, None], other=0.0))
+    tl.store(values + into, tl.load(at + PAGE * DIM, mask=known[:, None], other=0.0))
+
+
+@triton.jit(do_not_specialize=["total", "scale"])
+def prefill_gathered(
+    qkv,
+    out,
+    keys,
+    values,
+    query_start,
+    lengths,
+    starts,
+    total,
+    scale,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    # As `prefill_attention`, over what `gather_pages` made: `keys` and `values` are tensor descriptors of
+    # [KV heads * total, DIM] with blocks of [TILE, DIM], which the copy engine of a multiprocessor fetches by itself.
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    begin = tl.load(query_start + sequence)
+    count = tl.load(query_start + sequence + 1) - begin
+    if block * ROWS >= count:
+        return
+    length = tl.load(lengths + sequence)
+    base = (head // GROUP) * total + tl.load(starts + sequence)
+    earlier = length - count
+    row = block * ROWS + tl.arange(0, ROWS)
+    dim = tl.arange(0, DIM)
+    live = (row < count)[:, None]
+    at = (begin + row).to(tl.int64)
+    query = tl.load(qkv + at[:, None] * WIDTH + head * DIM + dim[None, :], mask=live, other=0.0)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    shares = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, DIM], tl.float32)
+    whole = (earlier + block * ROWS + 1) // TILE
+    end = tl.cdiv(tl.minimum(earlier + (block + 1) * ROWS, length), TILE)
+    for tile in range(0, whole):
+        scores = tl.dot(query, keys.load([base + tile * TILE, 0]).T)
+        higher = tl.maximum(top, tl.max(scores, 1) * scale)
+        share = tl.exp2(scores * scale - higher[:, None])
+        fade = tl.exp2(top - higher)
+        shares = shares * fade + tl.sum(share, 1)
+        sums = sums * fade[:, None]
+        sums = tl.dot(share.to(query.dtype), values.load([base + tile * TILE, 0]), sums)
+        top = higher
+    for tile in range(whole, end):
+        scores = tl.dot(query, keys.load([base + tile * TILE, 0]).T) * scale
+        token = tile * TILE + tl.arange(0, TILE)
+        scores = tl.where(token[None, :] <= earlier + row[:, None], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        share = tl.exp2(scores - higher[:, None])
+        fade = tl.exp2(top - higher)
+        shares = shares * fade + tl.sum(share, 1)
+        sums = sums * fade[:, None]
+        sums = tl.dot(share.to(query.dtype), values.load([base + tile * TILE, 0]), sums)
+        top = higher
+    sums = sums / shares[:, None]
     tl.store(out + at[:, None] * (HEADS * DIM) + head * DIM + dim[None, :], sums.to(out.dtype.element_ty), mask=live)

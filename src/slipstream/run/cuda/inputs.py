@@ -17,6 +17,7 @@ from torch import Tensor
 from slipstream.engine.plan import IntArray, StepPlan
 
 ALIGNED = 4
+ROW_BLOCK = 128  # tokens at a multiple of which a sequence begins when sequences are laid out
 
 
 def aligned(count: int) -> int:
@@ -92,10 +93,13 @@ class MixedColumns:
     pages: Tensor  # [chunk tokens] where each token's keys and values go
     query_start: Tensor  # [chunks + 1] within the chunk tokens
     lengths: Tensor  # [chunks]
+    starts: Tensor  # [chunks] where each sequence begins when all are laid out one behind the other
     tables: Tensor  # [chunks * width]
     width: int
     decodes: int
-    longest: int  # tokens of the longest chunk; 0 when there is none
+    longest: int  # new tokens of the longest chunk; 0 when there is none
+    longest_context: int  # and all tokens of the longest sequence with a chunk
+    laid_out: int  # rows of all sequences with chunks, each rounded up to ROW_BLOCK
 
 
 class MixedInputs:
@@ -112,6 +116,8 @@ class MixedInputs:
         width = plan.block_tables.shape[1]
         sequence = np.repeat(np.arange(decodes, plan.sequences), chunk_counts)
         positions = plan.positions[decodes:]
+        contexts = plan.context_lens[decodes:]
+        ends = np.cumsum(-(-contexts // ROW_BLOCK) * ROW_BLOCK)
         columns: list[IntArray] = [
             plan.token_ids,
             np.array([width]),
@@ -120,13 +126,22 @@ class MixedInputs:
             positions,
             plan.block_tables[sequence, positions // self.page_tokens],
             plan.query_start[decodes:] - decodes,
-            plan.context_lens[decodes:],
+            contexts,
+            np.concatenate([[0], ends[:-1]]) if len(ends) else ends,
             plan.block_tables[decodes:].reshape(-1),
         ]
         ids, width_at, decode_lengths, decode_tables, *chunks = self._send(columns)
         decode = DecodeColumns(ids[:decodes], decode_lengths, decode_tables, width_at) if decodes else None
-        longest = int(chunk_counts.max()) if len(chunk_counts) else 0
-        return MixedColumns(ids, decode, *chunks, width=width, decodes=decodes, longest=longest)
+        return MixedColumns(
+            ids,
+            decode,
+            *chunks,
+            width=width,
+            decodes=decodes,
+            longest=int(chunk_counts.max(initial=0)),
+            longest_context=int(contexts.max(initial=0)),
+            laid_out=int(ends[-1]) if len(ends) else 0,
+        )
 
     def _send(self, columns: list[IntArray]) -> list[Tensor]:
         starts = np.cumsum([0] + [aligned(len(column)) for column in columns])

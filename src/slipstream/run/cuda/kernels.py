@@ -18,7 +18,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # pyrigh
 
 
 @triton.jit
-def rms_norm(x, gain, out, size, eps, BLOCK: tl.constexpr):
+def rms_norm(x, gain, out, size, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     live = at < size
@@ -29,8 +32,11 @@ def rms_norm(x, gain, out, size, eps, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def silu_mul(gate_up, out, size, BLOCK: tl.constexpr):
+def silu_mul(gate_up, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     # gate_up [rows, 2 * size] to out [rows, size]
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = at < size
@@ -56,9 +62,11 @@ def one_row(
     GATED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # x [inputs], weight [outputs (twice when GATED: gate, then up), inputs], out [outputs]; ADD: out += product.
+    # EVEN: ROWS divides outputs and BLOCK divides inputs.
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = n < outputs
     k = tl.arange(0, BLOCK)
@@ -66,31 +74,53 @@ def one_row(
     second = outputs.to(tl.int64) * inputs
     if PDL:
         gdc_launch_dependents()
-    # The first tile of weights is on its way before the kernel in front of this one has ended.
+    # The first tile of weights is on its way before the kernel in front of this one has ended, each other one before
+    # the tile in front of it is used.
     reach = live[:, None] & (k < inputs)[None, :]
-    w = tl.load(lines + k[None, :], mask=reach, other=0.0)
+    w = tl.load(lines + k[None, :]) if EVEN else tl.load(lines + k[None, :], mask=reach, other=0.0)
     u = w
     if GATED:
-        u = tl.load(lines + second + k[None, :], mask=reach, other=0.0)
+        u = (
+            tl.load(lines + second + k[None, :])
+            if EVEN
+            else tl.load(lines + second + k[None, :], mask=reach, other=0.0)
+        )
     if PDL:
         gdc_wait()
     sums = tl.zeros([ROWS, BLOCK], tl.float32)
     ups = tl.zeros([ROWS, BLOCK], tl.float32)
     squares = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, inputs, BLOCK):
-        at = start + k
-        values = tl.load(x + at, mask=at < inputs, other=0.0).to(tl.float32)
+    last = (tl.cdiv(inputs, BLOCK) - 1) * BLOCK
+    for start in range(0, last, BLOCK):
+        at = start + BLOCK + k
+        next_w = w
+        next_u = u
+        if EVEN:
+            next_w = tl.load(lines + at[None, :])
+            if GATED:
+                next_u = tl.load(lines + second + at[None, :])
+        else:
+            reach = live[:, None] & (at < inputs)[None, :]
+            next_w = tl.load(lines + at[None, :], mask=reach, other=0.0)
+            if GATED:
+                next_u = tl.load(lines + second + at[None, :], mask=reach, other=0.0)
+        values = tl.load(x + start + k).to(tl.float32)
         if NORM:
             squares += values * values
-            values = values * tl.load(gain + at, mask=at < inputs, other=0.0).to(tl.float32)
+            values = values * tl.load(gain + start + k).to(tl.float32)
         sums += w.to(tl.float32) * values[None, :]
         if GATED:
             ups += u.to(tl.float32) * values[None, :]
-        following = at + BLOCK
-        reach = live[:, None] & (following < inputs)[None, :]
-        w = tl.load(lines + following[None, :], mask=reach, other=0.0)
-        if GATED:
-            u = tl.load(lines + second + following[None, :], mask=reach, other=0.0)
+        w = next_w
+        u = next_u
+    at = last + k
+    values = tl.load(x + at, mask=at < inputs, other=0.0).to(tl.float32)
+    if NORM:
+        squares += values * values
+        values = values * tl.load(gain + at, mask=at < inputs, other=0.0).to(tl.float32)
+    sums += w.to(tl.float32) * values[None, :]
+    if GATED:
+        ups += u.to(tl.float32) * values[None, :]
     result = tl.sum(sums, 1)
     power = 1.0
     if NORM:
@@ -152,7 +182,7 @@ def few_rows(
     second = outputs.to(tl.int64) * inputs
     sums = tl.zeros([PLACES, COLUMNS], tl.float32)
     ups = tl.zeros([PLACES, COLUMNS], tl.float32)
-    squares = tl.zeros([PLACES], tl.float32)
+    raw_squares = tl.zeros([PLACES, BLOCK], tl.float32)
     for block in range(first, last):
         at = block * BLOCK + k
         values = tl.load(
@@ -160,7 +190,7 @@ def few_rows(
         )
         if NORM:
             raw = values.to(tl.float32)
-            squares += tl.sum(raw * raw, 1)
+            raw_squares += raw * raw
             scaled = raw * tl.load(gain + at, mask=at < inputs, other=0.0).to(tl.float32)[None, :]
             values = scaled.to(values.dtype)
         reach = (n < outputs)[None, :] & (at < inputs)[:, None]
@@ -169,6 +199,7 @@ def few_rows(
         if GATED:
             u = tl.load(lines + second + at[:, None], mask=reach, other=0.0)
             ups = tl.dot(values, u, ups, input_precision=PRECISION)
+    squares = tl.sum(raw_squares, 1)
     if SPLITS > 1:
         CELLS: tl.constexpr = PLACES * COLUMNS
         ROOM: tl.constexpr = (CELLS * 2 if GATED else CELLS) + PLACES

@@ -16,13 +16,14 @@ from slipstream.model.config import ModelConfig
 from slipstream.model.layers import Linear, RMSNorm, Rotary
 from slipstream.model.llama import DecoderLayer
 from slipstream.run.attention import PagedPool
-from slipstream.run.cuda.inputs import DecodeColumns, MixedColumns
+from slipstream.run.cuda.inputs import ROW_BLOCK, DecodeColumns, MixedColumns
 
 LOG2E = math.log2(math.e)
 FEW_ROWS = 32  # matrix products of more rows are cuBLAS's
 DECODE_PROGRAMS = 384  # measured on an H200: more splits than fill the chip so far cost more than they hide
 MOST_SPLITS = 64
 PRODUCT_PROGRAMS = 400  # of a skinny product: three for each multiprocessor
+LAID_OUT_BYTES = 512 << 20  # keys and values of one layer that prefill attention may lay out; more stay in their pages
 HEAD_DIMS = (32, 64, 128, 256)
 
 
@@ -70,7 +71,11 @@ def product_splits(outputs: int, inputs: int, columns: int, block: int) -> int:
 
 def one_row_shape(outputs: int, inputs: int, gated: bool) -> tuple[int, int, int]:
     """(outputs, inputs at a time, warps) of a program of a product with one row."""
-    return (2 if gated or outputs < 8192 else 4), 1024, 4
+    if gated:
+        return 8, 512, 8
+    if outputs >= 65536:
+        return 4, 512, 4
+    return (1, 2048, 4) if inputs >= 2 * outputs else (2, 1024, 4)
 
 
 def few_rows_shape(outputs: int, inputs: int, gated: bool) -> tuple[int, int, int, int]:
@@ -98,7 +103,11 @@ class TritonOps:
         self._attention: Any = attention_kernels
         self._pdl: dict[str, Any] = {"PDL": pdl, "launch_pdl": True} if pdl else {"PDL": False}
         self.one_row_shape, self.few_rows_shape = one_row_shape, few_rows_shape  # a benchmark may try others
-        self.prefill_shape = prefill_shape
+        self.paged_shape, self.gathered_shape = paged_shape, gathered_shape
+        hopper = pool.device.type == "cuda" and torch.cuda.get_device_capability(pool.device) >= (9, 0)
+        self._gathers = hopper and pool.dtype != torch.float32 and pool.layout.head_dim in (64, 128)
+        self._room_laid_out = LAID_OUT_BYTES // (2 * pool.layout.kv_heads * pool.layout.head_dim * pool.dtype.itemsize)
+        self._laid: tuple[tuple[int, int], tuple[Tensor, Tensor], tuple[Any, ...]] | None = None
         self._precision = "ieee" if pool.dtype == torch.float32 else "tf32"
         layout, device = pool.layout, pool.device
         self._head_stride = layout.layers * 2 * layout.page_tokens * layout.head_dim
@@ -118,7 +127,7 @@ class TritonOps:
         size = x.shape[1]
         block = power_of_two(size)
         self._kernels.rms_norm[(x.shape[0],)](
-            x, norm.weight, out, size, norm.eps, BLOCK=block, num_warps=max(1, min(8, block // 256))
+            x, norm.weight, out, size, norm.eps, BLOCK=block, num_warps=max(1, min(8, block // 256)), **self._pdl
         )
         return out
 
@@ -142,7 +151,7 @@ class TritonOps:
             return self._product(x, gate_up, out, norm, gated=True)
         both = self.project(x, gate_up, x.new_empty(x.shape[0], gate_up.weight.shape[0]), norm)
         size = out.shape[1]
-        self._kernels.silu_mul[(x.shape[0], -(-size // 2048))](both, out, size, BLOCK=2048, num_warps=8)
+        self._kernels.silu_mul[(x.shape[0], -(-size // 2048))](both, out, size, BLOCK=2048, num_warps=8, **self._pdl)
         return out
 
     def _skinny(self, x: Tensor, linear: Linear) -> bool:
@@ -158,20 +167,10 @@ class TritonOps:
         kind = {"NORM": norm is not None, "BIAS": linear.bias is not None, "ADD": add, "GATED": gated, **self._pdl}
         if rows == 1:
             count, block, warps = self.one_row_shape(outputs, inputs, gated)
-            self._kernels.one_row[(-(-outputs // count),)](
-                x,
-                gain,
-                linear.weight,
-                bias,
-                out,
-                outputs,
-                inputs,
-                eps,
-                ROWS=count,
-                BLOCK=block,
-                num_warps=warps,
-                **kind,
-            )
+            even = outputs % count == 0 and inputs % block == 0
+            kind |= {"ROWS": count, "BLOCK": block, "EVEN": even, "num_warps": warps}
+            grid = (-(-outputs // count),)
+            self._kernels.one_row[grid](x, gain, linear.weight, bias, out, outputs, inputs, eps, **kind)
             return out
         columns, block, warps, stages = self.few_rows_shape(outputs, inputs, gated)
         splits = product_splits(outputs, inputs, columns, block)
@@ -230,13 +229,14 @@ class TritonOps:
             eps,
             self._page_stride,
             self._head_stride,
+            splits,
             HEADS=self.config.heads,
             GROUP=self._group,
             ROWS=max(16, power_of_two(self._group)),
             HALF=layout.head_dim // 2,
             PAGE=layout.page_tokens,
             TILE=tile,
-            SPLITS=splits,
+            SPLIT=splits > 1,
             QK_NORM=normed,
             PRECISION=self._precision,
             num_warps=4,
@@ -248,8 +248,8 @@ class TritonOps:
                 self._partial,
                 self._weights,
                 out,
-                SPLITS=splits,
-                PLACES=power_of_two(splits),
+                splits,
+                PLACES=16 if splits <= 16 else MOST_SPLITS,
                 DIM=layout.head_dim,
                 num_warps=4,
                 **self._pdl,
@@ -281,9 +281,14 @@ class TritonOps:
             QK_NORM=normed,
             num_warps=4,
         )
-        rows, tile, warps, stages = self.prefill_shape(step.longest, layout.head_dim, self.pool.dtype)
-        chunks = step.lengths.shape[0]
-        self._attention.prefill_attention[(-(-step.longest // rows), heads, chunks)](
+        if self._gathers and step.laid_out <= self._room_laid_out:
+            return self._attend_gathered(keys, qkv, out, step)
+        return self._attend_paged(keys, qkv, out, step)
+
+    def _attend_paged(self, keys: Tensor, qkv: Tensor, out: Tensor, step: MixedColumns) -> Tensor:
+        layout, heads = self.pool.layout, self.config.heads
+        rows, tile, warps, stages = self.paged_shape(layout.head_dim, self.pool.dtype)
+        self._attention.prefill_attention[(-(-step.longest // rows), heads, step.lengths.shape[0])](
             qkv,
             out,
             keys,
@@ -306,11 +311,65 @@ class TritonOps:
         )
         return out
 
+    def _attend_gathered(self, keys: Tensor, qkv: Tensor, out: Tensor, step: MixedColumns) -> Tensor:
+        """Lays the sequences out first: a few microseconds that the tensor copy engine's speed is worth many times."""
+        layout, heads, chunks = self.pool.layout, self.config.heads, step.lengths.shape[0]
+        rows, tile, warps, stages = self.gathered_shape(step.longest)
+        laid, descriptors = self._laid_out(step.laid_out, tile)
+        self._attention.gather_pages[(-(-step.longest_context // ROW_BLOCK), layout.kv_heads, chunks)](
+            keys,
+            *laid,
+            step.starts,
+            step.lengths,
+            step.tables,
+            step.width,
+            step.laid_out,
+            self._page_stride,
+            self._head_stride,
+            DIM=layout.head_dim,
+            PAGE=layout.page_tokens,
+            TILE=ROW_BLOCK,
+            num_warps=8,
+        )
+        self._attention.prefill_gathered[(-(-step.longest // rows), heads, chunks)](
+            qkv,
+            out,
+            *descriptors,
+            step.query_start,
+            step.lengths,
+            step.starts,
+            step.laid_out,
+            self._scale,
+            HEADS=heads,
+            GROUP=self._group,
+            DIM=layout.head_dim,
+            ROWS=rows,
+            TILE=tile,
+            num_warps=warps,
+            num_stages=stages,
+        )
+        return out
 
-def prefill_shape(longest: int, dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """(query rows, tokens, warps, stages) of a program of prefill attention."""
+    def _laid_out(self, total: int, tile: int) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:
+        """Room for keys and values [KV heads * total, dim] each, and their descriptors; the same for all layers."""
+        if self._laid is None or self._laid[0] != (total, tile):
+            from triton.tools.tensor_descriptor import TensorDescriptor  # pyright: ignore[reportMissingImports]
+
+            heads, dim = self.pool.layout.kv_heads, self.pool.layout.head_dim
+            self._laid = None  # its memory may serve again
+            both = torch.empty(2, heads * total, dim, dtype=self.pool.dtype, device=self.pool.device)
+            descriptors = tuple(TensorDescriptor.from_tensor(one, [tile, dim]) for one in both)
+            self._laid = (total, tile), (both[0], both[1]), descriptors
+        return self._laid[1], self._laid[2]
+
+
+def paged_shape(dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """(query rows, tokens, warps, stages) of a program of prefill attention through the block table."""
     if dtype == torch.float32 or dim > 128:
         return 32, 32, 4, 2
-    if longest <= 1024:
-        return 64, 64, 4, 3
-    return 128, 64, 8, 3
+    return 64, 64, 4, 2
+
+
+def gathered_shape(longest: int) -> tuple[int, int, int, int]:
+    """Likewise over sequences that are laid out; `longest` new tokens."""
+    return (64, 64, 4, 2) if longest <= 1024 else (128, 128, 8, 2)
