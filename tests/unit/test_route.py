@@ -62,13 +62,26 @@ def exports(
 @pytest.mark.parametrize(
     ("theirs", "order"),
     [
-        ({}, ["local", "shm", "nixl", "mooncake", "tcp"]),
-        ({"process": "q"}, ["shm", "nixl", "mooncake", "tcp"]),
-        ({"process": "q", "machine": "n"}, ["nixl", "mooncake", "tcp"]),
+        ({}, ["local", "shm", "tcp", "nixl", "mooncake"]),
+        ({"process": "q"}, ["shm", "tcp", "nixl", "mooncake"]),
+        ({"process": "q", "machine": "n"}, ["tcp", "nixl", "mooncake"]),
     ],
 )
 def test_the_nearest_transport_comes_first(theirs: dict[str, str], order: list[str]) -> None:
     assert list(rank(exports(), exports(**theirs), AUTOMATIC, {}).candidates) == order
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "order"),
+    [
+        (True, True, ["nixl", "mooncake", "tcp"]),
+        (True, False, ["tcp", "nixl", "mooncake"]),
+        (False, True, ["tcp", "nixl", "mooncake"]),
+    ],
+)
+def test_packages_come_before_tcp_only_where_both_sides_have_rdma(here: bool, there: bool, order: list[str]) -> None:
+    mine, theirs = exports(rdma=here), exports(process="q", machine="n", rdma=there)
+    assert list(rank(mine, theirs, AUTOMATIC, {}).candidates) == order
 
 
 def test_two_gpus_of_a_machine_take_cuda_ipc_first() -> None:

@@ -5,9 +5,9 @@ whose name it hands out at its gate (`package`). A copy is a sequence of batched
 place; the calling thread spins meanwhile, which is the package's way.
 
 The package lets environment variables choose its one transport, by their presence, and falls from one to another
-without a word. Here the choice is made first (`choose`), from the same variables in the same order, logged, and pinned where
-the package would slide: without an RDMA device that can carry data it is told to use TCP, where a build with NVLink
-would else take a transport that this machine may not have. What the chosen one cannot move is refused.
+without a word. Here the choice is made first (`choose`), from the same variables in the same order, logged, and pinned
+where the package would slide: without an RDMA device that can carry data it is told to use TCP, where a build with
+NVLink would else take a transport that this machine may not have. What the chosen one cannot move is refused.
 
 A batch that is too long for the queues of its TCP is refused in part, while the rest runs on after the call has
 returned. So calls are kept short, and when one fails, the ticket fails only after the destination has taken its engine

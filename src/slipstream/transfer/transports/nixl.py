@@ -2,14 +2,14 @@
 
 The source keeps one nixl agent for all its peers; a destination makes one for each source (`package.Landing`), whose
 metadata it hands out at its gate, and whose end takes back what the metadata opened. A copy of whole pages picks them
-by number from two lists of descriptors that are prepared when the peer is opened (0.04 us a page); runs of other lengths,
-as between workers of unequal tensor parallelism, get lists of their own (0.2 us a run). nixl's own thread makes
-progress; requests are looked at with growing pauses by the remote's thread, since the package has nothing to sleep on.
-A WRITE is done when UCX has flushed it, which is when the bytes are visible at the destination.
+by number from two lists of descriptors that are prepared when the peer is opened (0.04 us a page); runs of other
+lengths, as between workers of unequal tensor parallelism, get lists of their own (0.2 us a run). nixl's own thread
+makes progress; requests are looked at with growing pauses by the remote's thread, since the package has nothing to
+sleep on. A WRITE is done when UCX has flushed it, which is when the bytes are visible at the destination.
 
 UCX chooses the way by itself: RDMA where there is a NIC, CUDA IPC, process_vm_writev or sockets else. `rdma_nics`
-limits it to the NICs named. The host's memory on one machine is written by process_vm_writev inside the call that starts a
-transfer.
+limits it to the NICs named. The host's memory on one machine is written by process_vm_writev inside the call that
+starts a transfer.
 """
 
 from __future__ import annotations
