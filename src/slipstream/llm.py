@@ -47,7 +47,7 @@ class LLM:
     """A model, ready to answer.
 
     `prefill`, `decode` and `both` are numbers of workers or specs as of `slipstream serve` (`"cuda:0"`); `both` is 1
-    unless one of the others is given. All further keywords are settings of the sections `engine` and `transfer` of
+    unless one of the others is given; `prefill` alone gets one worker that decodes, and the other way round. All further keywords are settings of the sections `engine` and `transfer` of
     docs/configuration.md: `LLM("smollm2", page_tokens=32, dtype="float32")`.
 
     Raises ConfigError for a wrong setting, ModelError and PoolTooSmall when the model cannot be loaded. The methods may
@@ -68,7 +68,7 @@ class LLM:
             both = 0 if prefill or decode else 1
         engine, transfer = _configs(model, settings)
         machine = this_machine()
-        placements = place(machine, str(prefill), str(decode), str(both), engine.device)
+        placements = place(machine, str(prefill or ""), str(decode or ""), str(both), engine.device)
         self._closing = ExitStack()
         self._finalizer = weakref.finalize(self, self._closing.close)
         try:

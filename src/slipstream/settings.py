@@ -37,6 +37,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "front": FrontConfig,
     "launch": LaunchConfig,
 }
+WORKER_SPECS = ("prefill", "decode", "both")  # settings of the launch section
 TRUE = ("true", "yes", "on", "1")
 FALSE = ("false", "no", "off", "0")
 
@@ -70,9 +71,14 @@ class Setting:
         return isinstance(self.kind, inspect.VarTupleType)
 
     @property
+    def is_spec(self) -> bool:
+        """Whether it names workers by count or devices, so that a whole number is a value like any other."""
+        return self.section == "launch" and self.name in WORKER_SPECS
+
+    @property
     def allowed(self) -> str:
         """What values are possible, as words."""
-        return _allowed(self.kind)
+        return "a count of workers, or a text that names devices" if self.is_spec else _allowed(self.kind)
 
     def parse(self, text: str, where: str) -> Any:
         """The value that `text` of a flag or variable means. Raises ConfigError that begins with `where`."""
@@ -105,6 +111,8 @@ class Setting:
         elif isinstance(kind, inspect.StrType):
             if isinstance(value, str):
                 return value
+            if self.is_spec and isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+                return str(value)
         elif isinstance(kind, inspect.IntType):
             if isinstance(value, int) and not isinstance(value, bool) and _within(value, kind):
                 return value

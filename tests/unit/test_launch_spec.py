@@ -70,6 +70,27 @@ def test_specs(specs, expected):
 
 
 @pytest.mark.parametrize(
+    ("machine", "specs", "expected"),
+    [
+        (LAPTOP, {"decode": "2"}, {"prefill-0": "cpu", "decode-0": "cpu", "decode-1": "cpu"}),
+        (LAPTOP, {"prefill": "2"}, {"prefill-0": "cpu", "prefill-1": "cpu", "decode-0": "cpu"}),
+        (server(4), {"decode": "2"}, {"prefill-0": "cuda:0", "decode-0": "cuda:1", "decode-1": "cuda:2"}),
+        (server(2), {"prefill": "cuda:0"}, {"prefill-0": "cuda:0", "decode-0": "cuda:1"}),
+        (server(2), {"decode": "cuda:0"}, {"prefill-0": "cuda:1", "decode-0": "cuda:0"}),
+        (server(2), {"decode": "2", "device": "cpu"}, {"prefill-0": "cpu", "decode-0": "cpu", "decode-1": "cpu"}),
+        (server(2), {"decode": "2", "both": "0"}, None),
+        (server(3), {"decode": "1", "both": "1"}, {"decode-0": "cuda:0", "both-0": "cuda:1"}),
+    ],
+)
+def test_a_phase_that_is_left_out_gets_one_worker(machine, specs, expected):
+    if expected is None:
+        with pytest.raises(ConfigError, match="a prefill worker as well"):
+            devices(machine, **specs)
+    else:
+        assert devices(machine, **specs) == expected
+
+
+@pytest.mark.parametrize(
     ("machine", "specs", "words"),
     [
         (LAPTOP, {"prefill": "cuda:0", "decode": "1"}, ("--prefill cuda:0", "no cuda:0", "has cpu")),
@@ -81,8 +102,11 @@ def test_specs(specs, expected):
         (server(4), {"both": "tp2@cuda:0,1"}, ("tensor parallel", "not built yet")),
         (server(4), {"both": "cuda:"}, ("no GPU number",)),
         (server(4), {"both": "cpu,,cpu"}, ("--both",)),
-        (LAPTOP, {"prefill": "2"}, ("only prefill workers", "--decode 1")),
-        (LAPTOP, {"decode": "2"}, ("only decode workers", "--prefill 1")),
+        (LAPTOP, {"prefill": "2", "decode": "0"}, ("only prefill workers", "--decode 1")),
+        (LAPTOP, {"prefill": "0", "decode": "2"}, ("only decode workers", "--prefill 1")),
+        (server(2), {"decode": "2"}, ("every GPU", "a prefill worker as well", "cuda:1 (H200)", "--prefill cuda:0")),
+        (server(1), {"prefill": "cuda:0"}, ("every GPU", "a decode worker as well")),
+        (server(2), {"decode": "3"}, ("--decode 3", "only 2 GPU")),
         (LAPTOP, {"both": "0"}, ("no worker is asked for",)),
         (LAPTOP, {"both": "1", "device": "tpu"}, ("--device tpu",)),
         (LAPTOP, {"both": "1", "device": "cuda"}, ("only 0 GPU",)),

@@ -184,3 +184,14 @@ def test_sections_are_the_structs_of_the_config_module():
         value for value in vars(config).values() if isinstance(value, type) and issubclass(value, msgspec.Struct)
     }
     assert structs - {msgspec.Struct} == set(settings.SECTIONS.values())
+
+
+def test_workers_may_be_counted_by_a_number_in_the_file(toml):
+    given = resolve(SERVE, {}, environment={}, config_file=toml("decode = 2\n[launch]\nprefill = 1\n"))
+    assert given.config(LaunchConfig) == LaunchConfig(prefill="1", decode="2")
+
+
+@pytest.mark.parametrize("line", ["decode = -1", "decode = true", "decode = 1.5", "dtype = 2"])
+def test_no_other_number_stands_for_a_text(toml, line):
+    with pytest.raises(ConfigError, match="is not possible"):
+        resolve(SERVE, {}, environment={}, config_file=toml(line + "\n"))

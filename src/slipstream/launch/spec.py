@@ -10,6 +10,9 @@
 
 A number alone is a count; a list of numbers is a list of GPUs. Counts take GPUs that no spec names, in their order,
 one each; where there is none left they are refused, and on a machine without GPUs they mean the CPU.
+
+Requests need both phases: `--decode 2` alone gets one prefill worker as well, `--prefill cuda:0` alone one decode
+worker, on the first device that is left.
 """
 
 from __future__ import annotations
@@ -54,9 +57,12 @@ def place(machine: Machine, prefill: str, decode: str, both: str, device: str = 
     }
     named = {d for devices in wanted.values() if isinstance(devices, list) for d in devices}
     free = _free_devices(machine, device, named)
+    missing = _missing_phase(wanted)
+    if missing is not None and _has_room(wanted, missing, free, machine):
+        wanted[missing] = 1
     placements: list[Placement] = [
         Placement(f"{role}-{number}", role, where)
-        for role, devices in wanted.items()
+        for role, devices in sorted(wanted.items(), key=lambda item: ROLES.index(item[0]))
         for number, where in enumerate(
             devices if isinstance(devices, list) else _take(f"--{role}", devices, free, machine)
         )
@@ -155,6 +161,34 @@ def _wrong(flag: str, text: str, reason: str, machine: Machine) -> ConfigError:
     )
 
 
+def _missing_phase(wanted: dict[Role, list[str] | int]) -> Role | None:
+    """The phase that nothing said a word about while the other one has workers."""
+    asked = {role for role, devices in wanted.items() if devices}
+    if asked == {"prefill"} and "decode" not in wanted:
+        return "decode"
+    if asked == {"decode"} and "prefill" not in wanted:
+        return "prefill"
+    return None
+
+
+def _has_room(wanted: dict[Role, list[str] | int], missing: Role, free: list[str] | str, machine: Machine) -> bool:
+    """Whether one more worker finds a device; False where already the counts do not, which is refused as such.
+
+    Raises ConfigError when all devices are taken by what was asked for.
+    """
+    counts = sum(devices for devices in wanted.values() if isinstance(devices, int))
+    if isinstance(free, str) or counts < len(free):
+        return True
+    if counts > len(free):
+        return False
+    present = "prefill" if missing == "decode" else "decode"
+    raise ConfigError(
+        f"--{present}: its workers take every GPU, and requests need a {missing} worker as well; this machine has "
+        f"{machine.devices}. Ask for fewer, or say where the other one goes: --{missing} cuda:0 shares that GPU, "
+        "--both does without the split."
+    )
+
+
 def _refuse_what_cannot_serve(placements: list[Placement]) -> None:
     roles = {placement.role for placement in placements}
     if not placements:
@@ -162,6 +196,6 @@ def _refuse_what_cannot_serve(placements: list[Placement]) -> None:
     for missing, present in (("decode", "prefill"), ("prefill", "decode")):
         if roles == {present}:
             raise ConfigError(
-                f"only {present} workers are asked for, and requests need both phases: add --{missing} 1, "
-                "or use --both for workers that do either."
+                f"--{missing} 0 leaves only {present} workers, and requests need both phases: leave it out or say "
+                f"--{missing} 1, or use --both for workers that do either."
             )
