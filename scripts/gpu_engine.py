@@ -2,9 +2,9 @@
 
     python scripts/gpu_engine.py [STEP ...] [--out FOLDER]
 
-Steps: tests (tests/gpu/test_engine.py), bench (bench engine, with kernels), products (shapes of the skinny products
-against cuBLAS, microseconds a layer), attention (shapes of prefill attention). Without a step: all. Results are printed
-as they come. Needs torch, triton and one GPU.
+Steps: tests (tests/gpu/test_engine.py), bench (bench engine, with kernels), products (shapes of products with one
+row against cuBLAS, microseconds a layer), attention (shapes of prefill attention). Without a step: all. Results are
+printed as they come. Needs torch, triton and one GPU.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ ATTENTION_SHAPES = (
     (64, 128, 4, 2),
     (128, 128, 8, 3),
 )
+PRODUCT_SHAPES = ((2, 1024, 4), (8, 512, 8), (4, 512, 4), (16, 512, 8), (8, 256, 4), (1, 2048, 4), (2, 512, 4))
 STEPS = ("tests", "bench", "products", "attention")
 
 
@@ -37,7 +38,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("gpu-engine"))
     parser.add_argument("--shapes", default="1.5b,8b")
     parser.add_argument("--kinds", default="qkv,output,gate_up,down,head", help="products")
-    parser.add_argument("--rows", default="1,4,16,32", help="of products")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
@@ -67,7 +67,7 @@ def main() -> int:
             if step == "attention":
                 attention(shapes)
             else:
-                products(shapes, arguments.kinds.split(","), [int(rows) for rows in arguments.rows.split(",")])
+                products(shapes, arguments.kinds.split(","))
         print(f"== {step}: {time.monotonic() - began:.1f} s", flush=True)
     return failures
 
@@ -107,26 +107,25 @@ def opened_ops(shape: str) -> tuple[Any, Any]:
     return opened, TritonOps(opened.config, pool, opened.model.rotary, 64, pdl=True)
 
 
-def products(shapes: list[str], kinds: list[str], counts: list[int]) -> None:
+def products(shapes: list[str], kinds: list[str]) -> None:
     import torch
 
     torch.set_grad_enabled(False)
     for shape in shapes:
         opened, ops = opened_ops(shape)
         for kind in kinds:
-            for rows in counts:
-                product(shape, kind, rows, opened.model, ops)
+            product(shape, kind, opened.model, ops)
         del opened, ops
         torch.cuda.empty_cache()
 
 
-def product(shape: str, kind: str, rows: int, model: Any, ops: Any) -> None:
+def product(shape: str, kind: str, model: Any, ops: Any) -> None:
     import torch
 
     linears = [model.head] * 8 if kind == "head" else [getattr(layer, kind) for layer in model.layers]
     outputs, inputs = linears[0].weight.shape
-    x = torch.randn(rows, inputs, dtype=torch.bfloat16, device="cuda:0")
-    out = torch.randn(rows, outputs // 2 if kind == "gate_up" else outputs, dtype=torch.bfloat16, device="cuda:0")
+    x = torch.randn(1, inputs, dtype=torch.bfloat16, device="cuda:0")
+    out = torch.randn(1, outputs // 2 if kind == "gate_up" else outputs, dtype=torch.bfloat16, device="cuda:0")
 
     def run(one: Any) -> None:
         if kind == "gate_up":
@@ -136,30 +135,22 @@ def product(shape: str, kind: str, rows: int, model: Any, ops: Any) -> None:
         else:
             ops.project(x, one, out, model.norm)
 
-    most, ops.few_rows = ops.few_rows, 0
+    ops.streams = False
     found = {"cublas": graph_us(run, linears)}
-    ops.few_rows = most
-    attribute = "one_row_shape" if rows == 1 else "few_rows_shape"
-    plain = getattr(ops, attribute)
+    ops.streams = True
+    plain = ops.one_row_shape
     found["chosen"] = graph_us(run, linears)
-    for label, chosen in variants(rows):
-        setattr(ops, attribute, lambda outputs, inputs, gated, chosen=chosen: chosen)
+    for chosen in PRODUCT_SHAPES:
+        label = "x".join(map(str, chosen))
+        ops.one_row_shape = lambda outputs, inputs, gated, chosen=chosen: chosen
         try:
             found[label] = graph_us(run, linears)
         except Exception as error:
             print(label, type(error).__name__, str(error)[:80])
-    setattr(ops, attribute, plain)
+    ops.one_row_shape = plain
     size = outputs * inputs * 2
     text = " ".join(f"{label}={micros:.1f}us({size / micros / 1e6:.2f})" for label, micros in found.items())
-    print(f"{shape} {kind} rows={rows} {text}", flush=True)
-
-
-def variants(rows: int) -> list[tuple[str, tuple[int, ...]]]:
-    if rows == 1:
-        shapes = [(2, 1024, 4), (8, 512, 8), (4, 512, 4), (16, 512, 8), (8, 256, 4), (1, 2048, 4), (2, 512, 4)]
-    else:
-        shapes = [(32, 128, 4, 4), (64, 64, 4, 4), (64, 128, 4, 3), (32, 256, 4, 3), (128, 64, 4, 4)]
-    return [("x".join(map(str, shape)), shape) for shape in shapes]
+    print(f"{shape} {kind} {text}", flush=True)
 
 
 def attention(shapes: list[str]) -> None:

@@ -36,13 +36,13 @@ PAGES = 129
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("check", CHECKS)
 def test_a_kernel_computes_what_its_twin_does(check: str, dtype: torch.dtype):
-    if check == "products" and dtype == torch.float32:
-        pytest.skip("the engine leaves float32 products to cuBLAS")
+    if check == "prefill_gathered" and dtype == torch.float32:
+        pytest.skip("the engine leaves prompts in float32 in their pages")
     CHECKS[check](torch.device("cuda:0"), dtype)
 
 
 def opened_model(folder: Path, architecture: str, dtype: str) -> OpenedModel:
-    tiny_model(folder, architecture, head_dim=32, hidden_size=128, num_attention_heads=6, num_key_value_heads=2)
+    tiny_model(folder, architecture, head_dim=32, hidden_size=192, num_attention_heads=6, num_key_value_heads=2)
     config = EngineConfig(model=str(folder), device="cuda:0", dtype=dtype, page_tokens=8, max_model_len=1024)  # type: ignore[arg-type]
     return open_model(config)
 

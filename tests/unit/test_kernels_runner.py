@@ -12,7 +12,7 @@ from tests.unit.tiny_models import load_model, make_plan, make_runner, new_row, 
 
 from slipstream.run.cuda.graphs import graph_sizes
 from slipstream.run.cuda.inputs import DecodeInputs, MixedInputs
-from slipstream.run.cuda.ops import decode_splits, product_splits
+from slipstream.run.cuda.ops import decode_splits
 from slipstream.run.cuda.runner import CudaRunner, wants_most_likely
 from slipstream.run.cuda.twins import TorchOps
 from slipstream.run.runner import Runner
@@ -121,9 +121,6 @@ def test_splits_fill_the_chip_and_no_more():
         assert tile in (64, 128)
     assert decode_splits(2) == (64, 64)
     assert decode_splits(256)[0] == 1
-    assert product_splits(1536, 8960, 32, 128) == 8
-    assert product_splits(151936, 1536, 64, 128) == 1
-    assert product_splits(64, 64, 32, 128) == 1
 
 
 def test_only_plain_greedy_rows_take_the_most_likely_token_unseen():

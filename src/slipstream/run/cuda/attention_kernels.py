@@ -20,6 +20,32 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # pyright: ignore[reportMissingImports]
 
 
+@triton.jit
+def _fetch(heads_at, table, token, known, page_stride, HALF: tl.constexpr, PAGE: tl.constexpr):
+    # Both halves of the keys, and the values, of a tile of tokens of one KV head.
+    half = tl.arange(0, HALF)
+    dim = tl.arange(0, 2 * HALF)
+    page = tl.load(table + token // PAGE, mask=known, other=0).to(tl.int64)
+    keys = (heads_at + page * page_stride + (token % PAGE) * (2 * HALF))[:, None]
+    low = tl.load(keys + half[None, :], mask=known[:, None], other=0.0)
+    high = tl.load(keys + HALF + half[None, :], mask=known[:, None], other=0.0)
+    values = tl.load(keys + PAGE * 2 * HALF + dim[None, :], mask=known[:, None], other=0.0)
+    return low, high, values
+
+
+@triton.jit
+def _fold(query_low, query_high, low, high, values, known, top, total, sums, scale, PRECISION: tl.constexpr):
+    # The running softmax, a tile further: largest score, sum of shares, and sum of values by share.
+    scores = tl.dot(query_low, tl.trans(low), input_precision=PRECISION)
+    scores = tl.dot(query_high, tl.trans(high), scores, input_precision=PRECISION) * scale
+    scores = tl.where(known[None, :], scores, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, 1))
+    share = tl.exp2(scores - higher[:, None])
+    fade = tl.exp2(top - higher)
+    sums = tl.dot(share.to(values.dtype), values, sums * fade[:, None], input_precision=PRECISION)
+    return higher, total * fade + tl.sum(share, 1), sums
+
+
 @triton.jit(do_not_specialize=["scale", "splits"])
 def decode_attention(
     qkv,
@@ -73,6 +99,13 @@ def decode_attention(
     each = tl.cdiv(tiles, splits)
     first = split * each
     last = tl.minimum(first + each, tiles)
+    table = tables + sequence.to(tl.int64) * width
+    heads_at = pool + kv_head.to(tl.int64) * head_stride
+    # The pool does not depend on the kernel in front of this one: the first tile is fetched while that ends.
+    first_token = first * TILE + tl.arange(0, TILE)
+    first_known = (first_token < position) & (first < last)
+    if SPLIT:
+        first_low, first_high, first_values = _fetch(heads_at, table, first_token, first_known, page_stride, HALF, PAGE)
     if PDL:
         gdc_wait()
     if (split > 0) & (first >= tiles):
@@ -101,8 +134,6 @@ def decode_attention(
     new_low = (key_low * cosine - key_high * sine).to(kind)
     new_high = (key_high * cosine + key_low * sine).to(kind)
 
-    table = tables + sequence.to(tl.int64) * width
-    heads_at = pool + kv_head.to(tl.int64) * head_stride
     top = tl.sum(query_low.to(tl.float32) * new_low.to(tl.float32)[None, :], 1)
     top = (top + tl.sum(query_high.to(tl.float32) * new_high.to(tl.float32)[None, :], 1)) * scale
     if split == 0:  # the new token is its business alone
@@ -115,24 +146,28 @@ def decode_attention(
     top = tl.where(own, top, float("-inf"))
     total = tl.where(own, 1.0, 0.0) + tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, DIM], tl.float32) + tl.where(own, value.to(tl.float32), 0.0)[None, :]
+    if SPLIT:
+        top, total, sums = _fold(
+            query_low,
+            query_high,
+            first_low,  # pyright: ignore[reportPossiblyUnboundVariable]
+            first_high,  # pyright: ignore[reportPossiblyUnboundVariable]
+            first_values,  # pyright: ignore[reportPossiblyUnboundVariable]
+            first_known,
+            top,
+            total,
+            sums,
+            scale,
+            PRECISION,
+        )
+        first += 1
     for tile in range(first, last):
         token = tile * TILE + tl.arange(0, TILE)
         known = token < position
-        page = tl.load(table + token // PAGE, mask=known, other=0).to(tl.int64)
-        keys = heads_at + page * page_stride + (token % PAGE) * DIM
-        k_low = tl.load(keys[:, None] + half[None, :], mask=known[:, None], other=0.0)
-        k_high = tl.load(keys[:, None] + HALF + half[None, :], mask=known[:, None], other=0.0)
-        v = tl.load(keys[:, None] + PAGE * DIM + dim[None, :], mask=known[:, None], other=0.0)
-        scores = tl.dot(query_low, tl.trans(k_low), input_precision=PRECISION)
-        scores = tl.dot(query_high, tl.trans(k_high), scores, input_precision=PRECISION) * scale
-        scores = tl.where(known[None, :], scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        share = tl.exp2(scores - higher[:, None])
-        fade = tl.exp2(top - higher)
-        total = total * fade + tl.sum(share, 1)
-        sums = sums * fade[:, None]
-        sums = tl.dot(share.to(kind), v, sums, input_precision=PRECISION)
-        top = higher
+        low_keys, high_keys, values = _fetch(heads_at, table, token, known, page_stride, HALF, PAGE)
+        top, total, sums = _fold(
+            query_low, query_high, low_keys, high_keys, values, known, top, total, sums, scale, PRECISION
+        )
     sums = sums / total[:, None]
     if not SPLIT:
         at = out + (sequence.to(tl.int64) * HEADS + head)[:, None] * DIM + dim[None, :]
@@ -145,7 +180,7 @@ def decode_attention(
 
 @triton.jit(do_not_specialize=["splits"])
 def merge_splits(partial, weights, out, splits, PLACES: tl.constexpr, DIM: tl.constexpr, PDL: tl.constexpr):
-    # One program a (sequence, head). Splits without tokens weigh nothing and are not read.
+    # One program a (sequence, head). What splits without tokens left in `partial` counts for nothing.
     row = tl.program_id(0)
     place = tl.arange(0, PLACES)
     dim = tl.arange(0, DIM)
@@ -155,7 +190,8 @@ def merge_splits(partial, weights, out, splits, PLACES: tl.constexpr, DIM: tl.co
     weight = tl.load(weights + row * splits + place, mask=place < splits, other=float("-inf"))
     share = tl.exp2(weight - tl.max(weight, 0))
     at = partial + (row * splits + place)[:, None].to(tl.int64) * DIM + dim[None, :]
-    sums = tl.load(at, mask=(share > 0)[:, None], other=0.0)
+    sums = tl.load(at, mask=(place < splits)[:, None], other=0.0)
+    sums = tl.where((share > 0)[:, None], sums, 0.0)
     sums = tl.sum(sums * share[:, None], 0) / tl.sum(share, 0)
     tl.store(out + row * DIM + dim, sums.to(out.dtype.element_ty))
 

@@ -1,13 +1,13 @@
-"""Small operations and skinny matrix products, as Triton kernels.
+"""Small operations, and matrix products with one row, as Triton kernels.
 
-A matrix product with few rows streams its weights from memory and little else, so whatever else a layer does is done on
-the way: `one_row` (one row) and `few_rows` (up to 32, on tensor cores) take the RMS norm of their input, add bias and
-residual, and apply SiLU(gate) * up. The norm costs nothing: x * gain is multiplied, the squares of x are summed beside
-it, and the sum is divided by their mean's root at the end. `few_rows` may divide the inner dimension among SPLITS
-programs; the last to finish adds the shares, in order, so that a result does not depend on timing.
+A product with one row streams its weights from memory and little else, so whatever else a layer does is done on the
+way: `one_row` takes the RMS norm of its input, adds bias and residual, and applies SiLU(gate) * up. The norm costs
+nothing: x * gain is multiplied, the squares of x are summed beside it, and the sum is divided by their mean's root at
+the end.
 
-Products with more rows are cuBLAS's; `rms_norm` and `silu_mul` stand between them. The residual is added by cuBLAS.
-The twins in plain torch are in `twins`.
+Products with more rows are cuBLAS's (kernels on tensor cores with the same extras were slower from 4 rows up, see
+docs/performance.md); `rms_norm` and `silu_mul` stand between them, and cuBLAS adds the residual. The twins in plain
+torch are in `twins`.
 """
 
 from __future__ import annotations
@@ -138,105 +138,3 @@ def one_row(
     if ADD:
         result += tl.load(out + n, mask=live, other=0.0).to(tl.float32)
     tl.store(out + n, result.to(out.dtype.element_ty), mask=live)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def few_rows(
-    x,
-    gain,
-    weight,
-    bias,
-    out,
-    partial,
-    counters,
-    rows,
-    outputs,
-    inputs,
-    eps,
-    NORM: tl.constexpr,
-    BIAS: tl.constexpr,
-    ADD: tl.constexpr,
-    GATED: tl.constexpr,
-    PLACES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    # x [rows, inputs], weight as in `one_row`, out [rows, outputs]; rows <= PLACES.
-    # partial: float32, (1 + GATED) * PLACES * COLUMNS + PLACES numbers a program; counters: a zero for each tile.
-    tile = tl.program_id(0)
-    split = tl.program_id(1)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    row = tl.arange(0, PLACES)
-    n = tile * COLUMNS + tl.arange(0, COLUMNS)
-    k = tl.arange(0, BLOCK)
-    blocks = tl.cdiv(inputs, BLOCK)
-    each = tl.cdiv(blocks, SPLITS)
-    first = split * each
-    last = tl.minimum(first + each, blocks)
-    lines = weight + n[None, :].to(tl.int64) * inputs
-    second = outputs.to(tl.int64) * inputs
-    sums = tl.zeros([PLACES, COLUMNS], tl.float32)
-    ups = tl.zeros([PLACES, COLUMNS], tl.float32)
-    raw_squares = tl.zeros([PLACES, BLOCK], tl.float32)
-    for block in range(first, last):
-        at = block * BLOCK + k
-        values = tl.load(
-            x + row[:, None] * inputs + at[None, :], mask=(row < rows)[:, None] & (at < inputs)[None, :], other=0.0
-        )
-        if NORM:
-            raw = values.to(tl.float32)
-            raw_squares += raw * raw
-            scaled = raw * tl.load(gain + at, mask=at < inputs, other=0.0).to(tl.float32)[None, :]
-            values = scaled.to(values.dtype)
-        reach = (n < outputs)[None, :] & (at < inputs)[:, None]
-        w = tl.load(lines + at[:, None], mask=reach, other=0.0)
-        sums = tl.dot(values, w, sums, input_precision=PRECISION)
-        if GATED:
-            u = tl.load(lines + second + at[:, None], mask=reach, other=0.0)
-            ups = tl.dot(values, u, ups, input_precision=PRECISION)
-    squares = tl.sum(raw_squares, 1)
-    if SPLITS > 1:
-        CELLS: tl.constexpr = PLACES * COLUMNS
-        ROOM: tl.constexpr = (CELLS * 2 if GATED else CELLS) + PLACES
-        cell = row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        mine = partial + (tile * SPLITS + split).to(tl.int64) * ROOM
-        tl.store(mine + cell, sums)
-        if NORM:
-            tl.store(mine + (ROOM - PLACES) + row, squares)
-        if GATED:
-            tl.store(mine + CELLS + cell, ups)
-        tl.debug_barrier()
-        ticket = tl.atomic_add(counters + tile, 1, sem="acq_rel")
-        if ticket < SPLITS - 1:
-            return
-        tl.store(counters + tile, 0)
-        sums = tl.zeros([PLACES, COLUMNS], tl.float32)
-        ups = tl.zeros([PLACES, COLUMNS], tl.float32)
-        squares = tl.zeros([PLACES], tl.float32)
-        for other in tl.static_range(SPLITS):
-            theirs = partial + (tile * SPLITS + other).to(tl.int64) * ROOM
-            sums += tl.load(theirs + cell, cache_modifier=".cg")
-            if NORM:
-                squares += tl.load(theirs + (ROOM - PLACES) + row, cache_modifier=".cg")
-            if GATED:
-                ups += tl.load(theirs + CELLS + cell, cache_modifier=".cg")
-    if NORM:
-        power = tl.rsqrt(squares / inputs + eps)[:, None]
-        sums = sums * power
-        ups = ups * power
-    if BIAS:
-        sums += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
-    if GATED:
-        if BIAS:
-            ups += tl.load(bias + outputs + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
-        sums = sums / (1.0 + tl.exp(-sums)) * ups
-    at = out + row[:, None].to(tl.int64) * outputs + n[None, :]
-    reach = (row < rows)[:, None] & (n < outputs)[None, :]
-    if ADD:
-        sums += tl.load(at, mask=reach, other=0.0).to(tl.float32)
-    tl.store(at, sums.to(out.dtype.element_ty), mask=reach)

@@ -19,10 +19,8 @@ from slipstream.run.attention import PagedPool
 from slipstream.run.cuda.inputs import ROW_BLOCK, DecodeColumns, MixedColumns
 
 LOG2E = math.log2(math.e)
-FEW_ROWS = 32  # matrix products of more rows are cuBLAS's
 DECODE_PROGRAMS = 384  # measured on an H200: more splits than fill the chip so far cost more than they hide
 MOST_SPLITS = 64
-PRODUCT_PROGRAMS = 400  # of a skinny product: three for each multiprocessor
 LAID_OUT_BYTES = 512 << 20  # keys and values of one layer that prefill attention may lay out; more stay in their pages
 HEAD_DIMS = (32, 64, 128, 256)
 
@@ -63,24 +61,13 @@ def decode_splits(pairs: int) -> tuple[int, int]:
     return min(MOST_SPLITS, DECODE_PROGRAMS // pairs), 64
 
 
-def product_splits(outputs: int, inputs: int, columns: int, block: int) -> int:
-    """Programs that share the inner dimension of a skinny product, at least two blocks each."""
-    tiles, blocks = -(-outputs // columns), -(-inputs // block)
-    return max(1, min(PRODUCT_PROGRAMS // tiles, blocks // 2, 8))
-
-
 def one_row_shape(outputs: int, inputs: int, gated: bool) -> tuple[int, int, int]:
-    """(outputs, inputs at a time, warps) of a program of a product with one row."""
+    """(outputs, inputs at a time, warps) of a program of a product with one row: the best of seven on an H200."""
     if gated:
-        return 8, 512, 8
-    if outputs >= 65536:
-        return 4, 512, 4
-    return (1, 2048, 4) if inputs >= 2 * outputs else (2, 1024, 4)
-
-
-def few_rows_shape(outputs: int, inputs: int, gated: bool) -> tuple[int, int, int, int]:
-    """(outputs, inputs at a time, warps, stages) of a program of a product with few rows."""
-    return (64 if outputs >= 65536 else 32), 128, 4, 3 if gated else 4
+        return 8, 256, 4
+    if inputs >= 2 * outputs:
+        return (8, 512, 8) if inputs % 512 == 0 else (2, 1024, 4)
+    return 4, 512, 4
 
 
 def power_of_two(count: int) -> int:
@@ -98,11 +85,11 @@ class TritonOps:
         from slipstream.run.cuda import attention_kernels, kernels
 
         self.config, self.pool, self.rotary = config, pool, rotary
-        self.few_rows = FEW_ROWS if pool.dtype == torch.bfloat16 else 0
+        self.streams = pool.dtype != torch.float16  # there x * gain could overflow
         self._kernels: Any = kernels
         self._attention: Any = attention_kernels
         self._pdl: dict[str, Any] = {"PDL": pdl, "launch_pdl": True} if pdl else {"PDL": False}
-        self.one_row_shape, self.few_rows_shape = one_row_shape, few_rows_shape  # a benchmark may try others
+        self.one_row_shape = one_row_shape  # a benchmark may try others, of these
         self.paged_shape, self.gathered_shape = paged_shape, gathered_shape
         hopper = pool.device.type == "cuda" and torch.cuda.get_device_capability(pool.device) >= (9, 0)
         self._gathers = hopper and pool.dtype != torch.float32 and pool.layout.head_dim in (64, 128)
@@ -118,8 +105,6 @@ class TritonOps:
         room = max(size * config.heads * decode_splits(size * layout.kv_heads)[0] for size in range(1, rows + 1))
         self._partial = torch.empty(room * layout.head_dim, dtype=torch.float32, device=device)
         self._weights = torch.empty(room, dtype=torch.float32, device=device)
-        self._shares = torch.empty(1 << 22, dtype=torch.float32, device=device)
-        self._counters = torch.zeros(1 << 14, dtype=torch.int32, device=device)
 
     # ------------------------------------------------------------------------------------------------------- products
 
@@ -132,8 +117,8 @@ class TritonOps:
         return out
 
     def project(self, x: Tensor, linear: Linear, out: Tensor, norm: RMSNorm | None = None) -> Tensor:
-        if self._skinny(x, linear):
-            return self._product(x, linear, out, norm)
+        if self._streams(x, linear):
+            return self._stream(x, linear, out, norm)
         if norm is not None:
             x = self.rms_norm(x, norm, torch.empty_like(x))
         if linear.bias is None:
@@ -141,60 +126,48 @@ class TritonOps:
         return torch.addmm(linear.bias, x, linear.transposed, out=out)
 
     def add_project(self, x: Tensor, linear: Linear, out: Tensor) -> Tensor:
-        if self._skinny(x, linear):
-            return self._product(x, linear, out, add=True)
+        if self._streams(x, linear):
+            return self._stream(x, linear, out, add=True)
         out.addmm_(x, linear.transposed)
         return out if linear.bias is None else out.add_(linear.bias)
 
     def gated(self, x: Tensor, gate_up: Linear, out: Tensor, norm: RMSNorm) -> Tensor:
-        if self._skinny(x, gate_up):
-            return self._product(x, gate_up, out, norm, gated=True)
+        if self._streams(x, gate_up):
+            return self._stream(x, gate_up, out, norm, gated=True)
         both = self.project(x, gate_up, x.new_empty(x.shape[0], gate_up.weight.shape[0]), norm)
         size = out.shape[1]
         self._kernels.silu_mul[(x.shape[0], -(-size // 2048))](both, out, size, BLOCK=2048, num_warps=8, **self._pdl)
         return out
 
-    def _skinny(self, x: Tensor, linear: Linear) -> bool:
-        return x.shape[0] <= self.few_rows and linear.weight.shape[1] % 8 == 0
+    def _streams(self, x: Tensor, linear: Linear) -> bool:
+        return x.shape[0] == 1 and linear.weight.shape[1] % 8 == 0 and self.streams
 
-    def _product(
+    def _stream(
         self, x: Tensor, linear: Linear, out: Tensor, norm: RMSNorm | None = None, *, add: bool = False, gated=False
     ) -> Tensor:
-        rows, inputs = x.shape
-        outputs = out.shape[1]
+        """A product with one row."""
+        outputs, inputs = out.shape[1], x.shape[1]
         bias = linear.weight if linear.bias is None else linear.bias
         gain, eps = (linear.weight, 0.0) if norm is None else (norm.weight, norm.eps)
-        kind = {"NORM": norm is not None, "BIAS": linear.bias is not None, "ADD": add, "GATED": gated, **self._pdl}
-        if rows == 1:
-            count, block, warps = self.one_row_shape(outputs, inputs, gated)
-            even = outputs % count == 0 and inputs % block == 0
-            kind |= {"ROWS": count, "BLOCK": block, "EVEN": even, "num_warps": warps}
-            grid = (-(-outputs // count),)
-            self._kernels.one_row[grid](x, gain, linear.weight, bias, out, outputs, inputs, eps, **kind)
-            return out
-        columns, block, warps, stages = self.few_rows_shape(outputs, inputs, gated)
-        splits = product_splits(outputs, inputs, columns, block)
-        places = max(16, power_of_two(rows))
-        self._kernels.few_rows[(-(-outputs // columns), splits)](
+        count, block, warps = self.one_row_shape(outputs, inputs, gated)
+        self._kernels.one_row[(-(-outputs // count),)](
             x,
             gain,
             linear.weight,
             bias,
             out,
-            self._shares,
-            self._counters,
-            rows,
             outputs,
             inputs,
             eps,
-            PLACES=places,
-            COLUMNS=columns,
+            NORM=norm is not None,
+            BIAS=linear.bias is not None,
+            ADD=add,
+            GATED=gated,
+            ROWS=count,
             BLOCK=block,
-            SPLITS=splits,
-            PRECISION=self._precision,
+            EVEN=outputs % count == 0 and inputs % block == 0,
             num_warps=warps,
-            num_stages=stages,
-            **kind,
+            **self._pdl,
         )
         return out
 
@@ -314,7 +287,7 @@ class TritonOps:
     def _attend_gathered(self, keys: Tensor, qkv: Tensor, out: Tensor, step: MixedColumns) -> Tensor:
         """Lays the sequences out first: a few microseconds that the tensor copy engine's speed is worth many times."""
         layout, heads, chunks = self.pool.layout, self.config.heads, step.lengths.shape[0]
-        rows, tile, warps, stages = self.gathered_shape(step.longest)
+        rows, tile, warps, stages = self.gathered_shape()
         laid, descriptors = self._laid_out(step.laid_out, tile)
         self._attention.gather_pages[(-(-step.longest_context // ROW_BLOCK), layout.kv_heads, chunks)](
             keys,
@@ -370,6 +343,6 @@ def paged_shape(dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     return 64, 64, 4, 2
 
 
-def gathered_shape(longest: int) -> tuple[int, int, int, int]:
-    """Likewise over sequences that are laid out; `longest` new tokens."""
-    return (64, 64, 4, 2) if longest <= 1024 else (128, 128, 8, 2)
+def gathered_shape() -> tuple[int, int, int, int]:
+    """Likewise over sequences that are laid out."""
+    return 64, 64, 4, 3
