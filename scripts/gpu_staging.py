@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = ("tests", "table", "slots", "streams")
-SLOTS = ((8, 2), (8, 4), (8, 8), (16, 4), (4, 16))  # number, MiB
+SLOTS = ((8, 4), (8, 8), (8, 16), (4, 32))  # number, MiB
 STREAMS = (4, 8, 16)
 
 
@@ -62,11 +62,11 @@ def measure(step: str, arguments: argparse.Namespace, end: float) -> int:
     from slipstream.bench import transfer
 
     source, target = arguments.memory.split(",")
-    sizes = (8 << 10, 32 << 10, 128 << 10, 1 << 20) if step == "table" else (128 << 10, 1 << 20)
+    sizes = (8 << 10, 32 << 10, 128 << 10, 1 << 20) if step == "table" else (8 << 10, 128 << 10, 1 << 20)
     cases = {
-        "table": [("shm", 8, 4, 4), ("tcp", 8, 4, 4)],
+        "table": [("shm", 8, 16, 4), ("tcp", 8, 16, 4)],
         "slots": [("shm", number, mib, 4) for number, mib in SLOTS],
-        "streams": [("tcp", 8, 4, streams) for streams in STREAMS],
+        "streams": [("tcp", 8, 16, streams) for streams in STREAMS],
     }[step]
     wrong = 0
     for engine, slots, mib, streams in cases:
