@@ -26,11 +26,12 @@ def base_url(url: str, what: str) -> str:
 
     Raises ConfigError: "'...' is not " and then `what`, which says what was wanted.
     """
-    parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
         port = parts.port
-    except ValueError:
-        port = None
+        (parts.hostname or "").encode("idna")
+    except (ValueError, UnicodeError):
+        raise ConfigError(f"{url!r} is not {what}") from None
     if parts.scheme != "http" or not parts.hostname or port is None:
         raise ConfigError(f"{url!r} is not {what}")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname

@@ -32,6 +32,7 @@ class Link:
         self._decoder = decoder
         self.label = label
         self.lost_because = ""
+        self.farewell: wire.Goodbye | None = None  # of the other side, when it ended the link on purpose
         sock = writer.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -64,7 +65,11 @@ class Link:
             size = int.from_bytes(await self._reader.readexactly(4), "little")
             if size > wire.MAX_FRAME:
                 raise ValueError(f"frame of {size} bytes")
-            return self._decoder(await self._reader.readexactly(size))
+            message = self._decoder(await self._reader.readexactly(size))
+            if not isinstance(message, wire.Goodbye):
+                return message
+            self.farewell = message
+            self.lost_because = self.lost_because or f"{self.label} said goodbye: {message.reason}"
         except (asyncio.IncompleteReadError, OSError) as error:
             self.lost_because = self.lost_because or f"{self.label} closed the connection ({type(error).__name__})"
         except (msgspec.MsgspecError, ValueError) as error:
@@ -73,8 +78,10 @@ class Link:
         self._writer.close()
         return None
 
-    def close(self) -> None:
-        """Sends what is queued, then ends the link."""
+    def close(self, reason: str = "", *, dismissed: bool = False) -> None:
+        """Sends what is queued and, with a `reason`, a Goodbye that gives it; then ends the link."""
+        if reason:
+            self.send(wire.Goodbye(reason=reason, dismissed=dismissed))
         self._writer.close()
 
     def abort(self) -> None:

@@ -36,7 +36,8 @@ class WorkerInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     `id` is new for each process, so that a worker restarted at the same address is not taken for the old one.
     `fingerprint` is `kv.layout`'s, equal for workers that can exchange pages; `fingerprint_text` spells it out
-    for error messages. `wire` is "host:port" of the message socket, `http` of the HTTP one.
+    for error messages. `weights` names the model's content, whatever it is served as. `wire` is "host:port" of the
+    message socket, `http` of the HTTP one.
     """
 
     id: str
@@ -48,6 +49,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     served_name: str
     fingerprint: str
     fingerprint_text: str
+    weights: str = ""
     page_tokens: int
     max_model_len: int
     pages: int
@@ -83,6 +85,16 @@ class Rejected(Message):
 
     code: str
     message: str
+
+
+class Goodbye(Message):
+    """Last message of either side of any link that is ended on purpose, and why; `stream.Link` sends and takes it.
+
+    With `dismissed`, a router tells a worker not to join it again by itself.
+    """
+
+    reason: str
+    dismissed: bool = False
 
 
 # ---------------------------------------------------------------------------------------------------- router -> worker
@@ -309,12 +321,14 @@ class Released(Message):
     generation: int
 
 
-FromRouter = Hello | Submit | Abort | Drain | Meet | Ping
-ToRouter = Welcome | Rejected | StepOutput | Failed | Adopted | Status | Pong
+FromRouter = Hello | Submit | Abort | Drain | Meet | Ping | Goodbye
+ToRouter = Welcome | Rejected | StepOutput | Failed | Adopted | Status | Pong | Goodbye
 Probe = ProbeOpen | ProbeWritten | ProbeClose
-FromSource = Hello | Probe | Offer | Commit | Cancel | Released | Ping
-FromDestination = Welcome | Rejected | ProbeGrant | ProbeResult | Grant | Defer | Refuse | Accepted | Revoke | Pong
-ToWorker = Hello | Submit | Abort | Drain | Meet | Ping | Probe | Offer | Commit | Cancel | Released
+FromSource = Hello | Probe | Offer | Commit | Cancel | Released | Ping | Goodbye
+FromDestination = (
+    Welcome | Rejected | ProbeGrant | ProbeResult | Grant | Defer | Refuse | Accepted | Revoke | Pong | Goodbye
+)
+ToWorker = FromRouter | FromSource
 
 _encoder = msgspec.msgpack.Encoder()
 

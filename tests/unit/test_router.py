@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from tests.unit.toy_cluster import Cluster, toy_cluster, until, view
@@ -323,6 +324,69 @@ async def test_a_worker_of_another_model_is_refused(cluster: Cluster) -> None:
     assert "'toy'" in view(router, other).problem
     await cluster.send(toy_request("r")).answer()
     assert all(other.info.wire not in peers for peers in p.met)
+
+
+async def test_a_worker_with_other_weights_under_the_same_name_is_refused(cluster: Cluster) -> None:
+    router, _, _ = await cluster.pair()
+    other = await cluster.toy("both", weights="fine-tuned")
+    router.add_worker(other.url)
+    await until(lambda: view(router, other).state == "refused")
+    assert "other weights" in view(router, other).problem
+    assert "fine-tuned" in view(router, other).problem
+    assert other.submitted == []
+
+
+async def test_a_worker_that_joined_and_says_goodbye_is_forgotten(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    toy = await cluster.toy("both", name="guest")
+    router = await cluster.router(toy)
+    await toy.leave()
+    await until(lambda: router.workers() == [])
+    assert "guest left: guest said goodbye: this worker ends" in caplog.text
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+async def test_a_worker_that_the_operator_named_is_waited_for_after_its_goodbye(cluster: Cluster) -> None:
+    toy = await cluster.toy("both")
+    router = await cluster.router()
+    router.add_worker(toy.url, "both")
+    assert await router.wait_ready(10)
+    await toy.leave()
+    await until(lambda: not router.ready)
+    assert [shown.url for shown in router.workers()] == [toy.url]
+    await cluster.restart(toy)
+    assert await router.wait_ready(10)
+
+
+async def test_a_name_that_comes_back_elsewhere_leaves_no_ghost(cluster: Cluster) -> None:
+    first = await cluster.toy("both", name="w")
+    router = await cluster.router(first)
+    await first.kill()
+    await until(lambda: not router.ready)
+    second = await cluster.toy("both", name="w")
+    router.add_worker(second.url)
+    assert await router.wait_ready(10)
+    assert [shown.url for shown in router.workers()] == [second.url]
+
+
+async def test_what_cannot_be_sent_leaves_no_charge(cluster: Cluster) -> None:
+    router, _, _ = await cluster.pair()
+    request = toy_request("r")
+    request.sampling = msgspec.structs.replace(request.sampling, top_k=1 << 70)
+    with pytest.raises(OverflowError):
+        cluster.send(request)
+    assert router.audit().problems == []
+    await cluster.send(toy_request("next")).answer()
+    await cluster.settled()
+
+
+@pytest.mark.parametrize("url", ["http://[::1:1", "http://\u2100.x:80", "http://" + 70 * "a" + ".x:80", "http://x:y"])
+async def test_an_address_that_is_none_is_refused(cluster: Cluster, url: str) -> None:
+    router = await cluster.router()
+    with pytest.raises(ConfigError, match="is not a worker's address"):
+        router.add_worker(url)
 
 
 async def test_the_reason_of_a_worker_that_rejects_the_router_is_shown(cluster: Cluster) -> None:

@@ -66,12 +66,13 @@ class ToyWorker:
         pages: int = 1000,
         step_s: float = 0.0,
         host: str = "",
+        weights: str = "toy",
     ) -> None:
         self._port = port
         self._settings = {
             "role": role, "served_name": served_name, "fingerprint": layout, "fingerprint_text": layout,
             "page_tokens": page_tokens, "max_model_len": max_model_len, "max_sequences": max_sequences,
-            "pages": pages, "host": host or socket.gethostname(),
+            "pages": pages, "host": host or socket.gethostname(), "weights": weights,
         }  # fmt: skip
         self.name = name or role
         self.step_s = step_s
@@ -133,6 +134,13 @@ class ToyWorker:
         await asyncio.gather(*self._background, return_exceptions=True)
 
     stop = kill
+
+    async def leave(self) -> None:
+        """As after SIGTERM: routers are told before the sockets end."""
+        for link in self._routers.values():
+            link.close("this worker ends")
+        await asyncio.sleep(0.05)
+        await self.kill()
 
     def cut(self) -> None:
         """Ends all connections; the process lives on."""

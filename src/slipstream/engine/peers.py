@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 HELLO_S = 10.0
 RETRY_S = 1.0
+LAST_RETRY_S = 30.0
 
 _from_destination = wire.Decoder(wire.FromDestination)
 
@@ -86,16 +87,18 @@ class Peers:
         self._wanted.pop(router, None)
 
     async def _keep(self, address: str) -> None:
-        said = ""
+        said, pause = "", RETRY_S
         while any(address in wanted for wanted in self._wanted.values()):
             try:
                 await self.open(address)
-                said = ""
+                said, pause = "", RETRY_S
             except SlipstreamError as error:
-                if error.message != said:
-                    said = error.message
+                if error.message == said:
+                    pause = min(2 * pause, LAST_RETRY_S)
+                else:
+                    said, pause = error.message, RETRY_S
                     logger.warning("no route to %s: %s", address, said)
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(pause)
         self._kept.discard(address)
         self._unreached.pop(address, None)
 
@@ -120,10 +123,13 @@ class Peers:
     async def _open(self, address: str) -> str:
         try:
             link = await Link.connect(address, _from_destination)
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, ValueError, OverflowError) as error:
             raise PeerLost(f"cannot reach the decode worker at {address}: {error or 'timed out'}") from error
         try:
             peer, report = await self._introduce(link)
+        except SlipstreamError as error:
+            link.close(error.message)
+            raise
         except BaseException:
             link.close()
             raise
@@ -155,22 +161,33 @@ class Peers:
             raise LayoutMismatch(answer.message)
         if not isinstance(answer, wire.Welcome):
             raise PeerLost(link.lost_because or f"{link.label} answered Hello with {type(answer).__name__}")
-        exports = decode_exports(answer.regions)
+        link.label = f"{answer.info.name} ({answer.info.http})"
+        try:
+            exports = decode_exports(answer.regions)
+        except msgspec.MsgspecError as error:
+            raise PeerLost(f"the regions of {link.label} cannot be read: {error}") from error
         report = await handshake.open_as_source(link, self._agent, answer.info.id, exports)
         return answer.info, msgspec.structs.replace(report, peer=answer.info.name)
 
     async def _read_destination(self, link: Link, address: str, peer: str) -> None:
         while (message := await link.receive()) is not None:
             self._post(partial(EngineCore.from_destination, peer_id=peer, message=message))
-        logger.log(logging.DEBUG if self._closing else logging.WARNING, "decode worker lost: %s", link.lost_because)
-        self._opening.pop(address, None)
+        expected = self._closing or link.farewell is not None
+        logger.log(logging.INFO if expected else logging.WARNING, "decode worker gone: %s", link.lost_because)
         await self._lost(peer, as_source=True)
+        self._opening.pop(address, None)  # behind the loss: whoever opens anew finds it settled
 
     # ------------------------------------------------------------------------------------------- as a destination
 
     async def accept(self, link: Link, hello: wire.Hello) -> None:
         """Serves a link that another worker opened, until it ends."""
+        theirs: list[Exports] = []
         problem = self._mismatch(hello)
+        if not problem:
+            try:
+                theirs = decode_exports(hello.regions)
+            except msgspec.MsgspecError as error:
+                problem = f"the regions of {link.label} cannot be read: {error}"
         if problem:
             logger.warning("refused %s: %s", link.label, problem)
             link.send(wire.Rejected(code=LayoutMismatch.code, message=problem))
@@ -178,12 +195,12 @@ class Peers:
             return
         assert hello.info is not None
         peer = hello.info.id
-        link.label = f"{hello.info.name} ({hello.info.wire})"
+        link.label = f"{hello.info.name} ({hello.info.http})"
         await self._end_former(peer)
         ended = self._served[peer] = asyncio.Event()
         self._links[peer, False] = link
         # Admitted before it is told so: it may open our memory the moment it reads Welcome.
-        probes = handshake.DestinationProbes(link, self._agent, peer, decode_exports(hello.regions))
+        probes = handshake.DestinationProbes(link, self._agent, peer, theirs)
         link.send(wire.Welcome(info=self._info, regions=self._regions()))
         try:
             while (message := await link.receive()) is not None:
@@ -191,7 +208,7 @@ class Peers:
                     self._post(partial(EngineCore.from_source, peer_id=peer, message=message))
         finally:
             await probes.close()
-            logger.info("prefill worker gone: %s", link.lost_because)
+            logger.info("prefill worker gone: %s", link.lost_because or f"{link.label}: this worker ends")
             await self._lost(peer, as_source=False)
             self._served.pop(peer, None)
             ended.set()
@@ -244,7 +261,7 @@ class Peers:
         for task in self._keepers:
             task.cancel()
         for link in self._links.values():
-            link.close()
+            link.close("this worker ends")
         await asyncio.gather(*self._keepers, *self._readers, return_exceptions=True)
 
 

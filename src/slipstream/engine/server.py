@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 STATUS_INTERVAL_S = 0.05
 JOIN_S = 5.0
+HELLO_S = 10.0  # for a stranger to say who it is
+REFUSED_S = 10.0  # before a router that has refused this worker is asked again
 CLOSE_S = 3.0  # for what the ends of links ask for; a peer that is stopped could be waited for without end
 T = TypeVar("T")
 
@@ -55,6 +57,8 @@ class WorkerServer:
         self.info: wire.WorkerInfo | None = None
         self._heartbeat_s = heartbeat_s
         self._routers: dict[str, Link] = {}
+        self._dismissed: dict[str, wire.Goodbye] = {}  # routers that ended the link on purpose, and what they said
+        self._wire_server: asyncio.Server | None = None
         self._informed: list[Link] = []  # those of them that have been told the whole prefix cache
         self._pending: dict[tuple[str, int], asyncio.Task[None]] = {}  # submits that wait for their peer's link
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -79,7 +83,7 @@ class WorkerServer:
             self._post = post
             self._peers = Peers(info, agent, post, self._publish_soon)
             self.info = info
-            await asyncio.start_server(self._accept, sock=self.wire_socket)
+            self._wire_server = await asyncio.start_server(self._accept, sock=self.wire_socket)
             self._spawn(self._heartbeat())
 
         self.call(open_port()).result()
@@ -103,10 +107,13 @@ class WorkerServer:
         self._aio.close()
 
     async def _close(self) -> None:
+        self.state, self.info = "ended", None  # from now on nobody is told to come here
+        if self._wire_server is not None:
+            self._wire_server.close()
         if self._http is not None:
             self._http.should_exit = True
         for link in self._routers.values():
-            link.close()
+            link.close("this worker ends")
         tasks = list(self._tasks)
         for task in tasks:
             if task is not self._http_task:
@@ -145,7 +152,11 @@ class WorkerServer:
         self._spawn(self._serve(link))
 
     async def _serve(self, link: Link) -> None:
-        hello = await link.receive()
+        try:
+            async with asyncio.timeout(HELLO_S):
+                hello = await link.receive()
+        except TimeoutError:
+            hello = None
         if not isinstance(hello, wire.Hello):
             logger.warning("%s did not begin with Hello; closing", link.label)
             link.close()
@@ -165,13 +176,14 @@ class WorkerServer:
         link.label = f"router {hello.id}"
         link.send(wire.Welcome(info=self.info))
         self._routers[hello.id] = link
-        logger.info("router %s connected", hello.id)
+        if hello.id not in self._dismissed:
+            logger.info("router %s connected", hello.id)
         self._post(lambda core: self._tell(link, core.status_for_new_router()))
         try:
             while (message := await link.receive()) is not None:
                 self._from_router(hello.id, link, message)
         finally:
-            logger.info("router %s gone: %s", hello.id, link.lost_because)
+            self._router_gone(hello.id, link)
             if link in self._informed:
                 self._informed.remove(link)
             if self._routers.get(hello.id) is link:
@@ -179,6 +191,14 @@ class WorkerServer:
                 if self._peers is not None:
                     self._peers.forget_router(hello.id)
                 self._post(partial(EngineCore.router_lost, router=hello.id))
+
+    def _router_gone(self, router: str, link: Link) -> None:
+        goodbye = link.farewell
+        if goodbye is None:
+            logger.info("router %s gone: %s", router, link.lost_because)
+        elif self._dismissed.get(router) != goodbye:
+            logger.log(logging.WARNING if goodbye.dismissed else logging.INFO, "router %s: %s", router, goodbye.reason)
+            self._dismissed[router] = goodbye
 
     def _from_router(self, router: str, link: Link, message: wire.Message) -> None:
         assert self._post is not None
@@ -331,6 +351,11 @@ class WorkerServer:
                     if (reason := str(error) or "it does not answer") != said:
                         said = reason
                         logger.info("waiting for the router at %s: %s", url, said)
+            if joined in self._dismissed and joined not in self._routers:
+                if self._dismissed[joined].dismissed:
+                    logger.warning("not joining the router at %s again until it is told to add this worker", url)
+                    return
+                await asyncio.sleep(REFUSED_S)
             await asyncio.sleep(self._heartbeat_s if joined in self._routers else 0.25)
 
 

@@ -147,6 +147,7 @@ class Worker:
             served_name=opened.served_name,
             fingerprint=opened.layout.fingerprint,
             fingerprint_text=opened.layout.fingerprint_text,
+            weights=opened.layout.model,
             page_tokens=opened.layout.page_tokens,
             max_model_len=max_model_len,
             pages=pages,

@@ -62,10 +62,10 @@ class Assignment:
         p, d = self._fleet.by_id(placement.prefill), self._fleet.by_id(placement.decode)
         assert p is not None
         assert d is not None
-        self._count(life, placement, p, d)
         life.begin(placement)
-        self._charge(placement, p, d)
         p.send(wire.Submit(request=life.submission(), decode_at=None if placement.local else d.wire_address))
+        self._count(life, placement, p, d)  # behind the sending: what cannot be sent leaves no charge
+        self._charge(placement, p, d)
         return True
 
     def _charge(self, placement: Placement, p: RemoteWorker, d: RemoteWorker) -> None:

@@ -79,7 +79,7 @@ class Fleet:
             await asyncio.gather(self._beat, return_exceptions=True)
             self._beat = None
         for worker in list(self.workers.values()):
-            self.forget(worker)
+            self.forget(worker, "the router ends", dismissed=False)
         await asyncio.gather(*self._stopping, return_exceptions=True)
 
     def add(self, url: str, role: Role | None = None) -> RemoteWorker:
@@ -102,19 +102,24 @@ class Fleet:
         return worker
 
     def find(self, url_or_id: str) -> RemoteWorker:
-        """The worker with this URL, id or name. Raises ConfigError when there is none."""
-        for worker in self.workers.values():
+        """The worker with this URL, id or name, a linked one first. Raises ConfigError when there is none."""
+        for worker in sorted(self.workers.values(), key=lambda worker: worker.link is None):
             if url_or_id in (worker.url, worker.id, worker.url.removeprefix("http://"), worker.label):
                 return worker
         known = ", ".join(f"{w.label} ({w.url})" for w in self.workers.values()) or "none"
         raise ConfigError(f"no worker {url_or_id!r} is registered. Registered are: {known}.")
 
-    def forget(self, worker: RemoteWorker) -> None:
-        """Takes a worker out at once; requests that are there are told through `worker_down`."""
+    def forget(
+        self, worker: RemoteWorker, reason: str = "it was removed from the router", *, dismissed: bool = True
+    ) -> None:
+        """Takes a worker out at once; requests that are there are told through `worker_down`.
+
+        A `dismissed` one is told to stay away until it is added again.
+        """
         if self.workers.pop(worker.url, None) is None:
             return
         worker.leaving = True
-        task = asyncio.create_task(worker.stop())
+        task = asyncio.create_task(worker.stop(reason, dismissed=dismissed))
         self._stopping.add(task)
         task.add_done_callback(self._stopping.discard)
 
@@ -183,6 +188,13 @@ class Fleet:
         if twin is not None and twin is not worker:
             return f"it is the same process as {twin.url}, which is registered already; remove one of the two URLs"
         others = [w for w in self._by_id.values() if w is not worker]
+        other = next((w.info for w in others if w.info and w.info.weights != info.weights), None)
+        if other is not None and info.served_name == self.served_name:
+            return (
+                f"it serves other weights than {other.name} under the same name {info.served_name!r} "
+                f"({info.weights} and {other.weights}), and answers would depend on the worker. Start it with the "
+                "same model."
+            )
         if others and info.served_name != self.served_name:
             return (
                 f"it serves the model {info.served_name!r}; this router's workers serve {self.served_name!r}. "
@@ -194,6 +206,7 @@ class Fleet:
     def up(self, worker: RemoteWorker) -> None:
         assert worker.info is not None
         self._by_id[worker.id] = worker
+        self._forget_former(worker)
         self.served_name = worker.info.served_name
         self._roles_seen.add(worker.role)
         self._first_up = self._first_up or time.monotonic()
@@ -208,13 +221,28 @@ class Fleet:
 
     def down(self, worker: RemoteWorker, reason: str) -> None:
         self._by_id.pop(worker.id, None)
-        logger.log(logging.INFO if worker.leaving else logging.WARNING, "%s lost: %s", worker.label, reason)
+        if worker.leaving or worker.said_goodbye:
+            logger.info("%s left: %s", worker.label, reason)
+        else:
+            logger.warning("%s lost: %s", worker.label, reason)
         for other in self._by_id.values():
             other.met.pop(worker.wire_address, None)
         self._refused_pairs = {pair for pair in self._refused_pairs if worker.id not in pair}
         self._events.worker_down(worker, reason)
         self.introduce()
         self._events.fleet_changed()
+
+    def left(self, worker: RemoteWorker) -> None:
+        """One that had joined by itself will come back by itself; one that was named here is waited for."""
+        if worker.wanted_role is None:
+            self.forget(worker)
+
+    def _forget_former(self, worker: RemoteWorker) -> None:
+        """Takes out registrations of a process that came back elsewhere under its name."""
+        for other in list(self.workers.values()):
+            if other is not worker and other.link is None and other.wanted_role is None and other.label == worker.label:
+                logger.info("%s is back as %s; %s is forgotten", worker.label, worker.url, other.url)
+                self.forget(other)
 
     def message(self, worker: RemoteWorker, message: wire.Message) -> None:
         if type(message) is wire.Status:
@@ -228,16 +256,16 @@ class Fleet:
     # ------------------------------------------------------------------------------------------ inside
 
     def introduce(self) -> None:
-        """Sends Meet to each worker that may prefill and whose set of possible decode workers has grown."""
+        """Sends Meet to each worker that may prefill and whose set of possible decode workers has changed."""
         decodes = [w for w in self._by_id.values() if w.role != "prefill" and w.state in ("live", "unhealthy")]
         now = time.monotonic()
         for p in self._by_id.values():
             if p.role == "decode":
                 continue
             peers = {d.wire_address for d in decodes if d is not p and not layout_problem(p, d)}
-            new = peers - p.met.keys()
+            changed = peers != p.met.keys()
             p.met = {address: p.met.get(address, now) for address in peers}
-            if new:
+            if changed:
                 p.send(wire.Meet(peers=sorted(peers)))
 
     def _status(self, worker: RemoteWorker, status: wire.Status) -> None:

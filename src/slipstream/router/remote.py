@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 1.0
+REFUSED_RETRY_S = 5.0
 ANSWER_S = 5.0  # for /worker_info, for the connection, and for the Welcome
 
 WorkerState = Literal["connecting", "live", "unhealthy", "draining", "leaving", "refused"]
@@ -41,6 +42,10 @@ class WorkerEvents(Protocol):
     def up(self, worker: RemoteWorker) -> None: ...
 
     def down(self, worker: RemoteWorker, reason: str) -> None: ...
+
+    def left(self, worker: RemoteWorker) -> None:
+        """The worker ended the link on purpose, because it ends itself."""
+        ...
 
     def message(self, worker: RemoteWorker, message: wire.Message) -> None: ...
 
@@ -78,6 +83,7 @@ class RemoteWorker:
         self._router_id = router_id
         self._events = events
         self._heard = True
+        self._farewell = False  # whether the last link was ended on purpose by the worker
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -102,6 +108,10 @@ class RemoteWorker:
         if self.status is not None and self.status.draining:
             return "draining"
         return "live" if self.healthy else "unhealthy"
+
+    @property
+    def said_goodbye(self) -> bool:
+        return self.link is None and self._farewell
 
     @property
     def usable(self) -> bool:
@@ -147,12 +157,15 @@ class RemoteWorker:
             self.link.lost_because = reason
             self.link.abort()
 
-    async def stop(self) -> None:
-        """Ends the link (what is queued is still sent) and the rounds; `down` is told if there was a link."""
+    async def stop(self, reason: str, *, dismissed: bool) -> None:
+        """Ends the link (what is queued is still sent) and the rounds; `down` is told if there was a link.
+
+        A `dismissed` worker does not join again by itself.
+        """
         if self._task is None:
             return
         task, self._task = self._task, None
-        self._lose("it was removed from the router")
+        self._lose(reason, dismissed=dismissed)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
@@ -186,13 +199,13 @@ class RemoteWorker:
                 await self._round()
                 if loop.time() - begun > LAST_RETRY_S:
                     pause = FIRST_RETRY_S  # it lasted; one that falls again and again is asked less often
-            except (OSError, TimeoutError, NotAWorker, Refused) as error:
+            except (OSError, TimeoutError, UnicodeError, NotAWorker, Refused) as error:
                 self._explain(error)
             except Exception:  # the edge between one worker and the rest: its link begins anew, the others go on
                 logger.exception("%s: the link ended by a fault of this router; its requests go elsewhere", self.url)
             self._wake.clear()
             try:
-                async with asyncio.timeout(pause):
+                async with asyncio.timeout(REFUSED_RETRY_S if self.refused else pause):
                     await self._wake.wait()
             except TimeoutError:
                 pause = min(pause * 1.6, LAST_RETRY_S)
@@ -205,9 +218,14 @@ class RemoteWorker:
             welcome = await self._greet(link)
             self._linked(link, welcome.info)
             await self._listen(link)
+        except Refused as refusal:
+            link.close(str(refusal))
+            raise
         finally:
             link.close()
             self._lose(link.lost_because or "the link was closed")
+        if link.farewell:
+            self._events.left(self)
 
     async def _greet(self, link: Link) -> wire.Welcome:
         link.send(wire.Hello(kind="router", id=self._router_id, version=__version__))
@@ -252,10 +270,11 @@ class RemoteWorker:
             self._heard = True
             message(self, received)
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, *, dismissed: bool = False) -> None:
         if self.link is None:
             return
-        self.link.close()
+        self._farewell = self.link.farewell is not None
+        self.link.close(reason, dismissed=dismissed)
         self.link = None
         self.problem = reason
         self._events.down(self, reason)
