@@ -10,8 +10,7 @@ import torch
 from tests.unit.tiny_models import new_row
 
 from slipstream.engine.plan import NewRow
-from slipstream.errors import EngineFailure
-from slipstream.run.sampler import Sampler, mix64, uniforms
+from slipstream.run.sampler import NO_TOKEN, Sampler, mix64, uniforms
 from slipstream.types import SamplingParams
 
 VOCAB = 50
@@ -231,7 +230,71 @@ def test_logprobs_are_those_of_the_raw_logits(logits: torch.Tensor):
     assert (found[2].logprob, found[2].top_ids) == (pytest.approx(float(raw.max()), abs=1e-5), [])
 
 
-def test_logits_that_are_no_numbers_fail_loudly(logits: torch.Tensor):
-    logits[3] = float("nan")
-    with pytest.raises(EngineFailure, match="not finite"):
-        draws(logits, SamplingParams(), 1)
+NO_NUMBER = float("nan")
+EXTREMES = [
+    {"temperature": 1e-300},
+    {"temperature": 1e-46},
+    {"temperature": 1e300},
+    {"temperature": NO_NUMBER},
+    {"repetition_penalty": 1e-300},
+    {"repetition_penalty": 1e300},
+    {"repetition_penalty": 0.0},
+    {"repetition_penalty": -1.0},
+    {"repetition_penalty": NO_NUMBER},
+    {"presence_penalty": 1e300},
+    {"frequency_penalty": -1e300},
+    {"frequency_penalty": NO_NUMBER},
+    {"logit_bias": {3: 1e300, 4: float("inf")}},
+    {"logit_bias": {token: float("-inf") for token in range(VOCAB)}},
+    {"logit_bias": {3: NO_NUMBER}},
+    {"top_p": NO_NUMBER},
+    {"top_p": -1.0},
+    {"top_p": 1e-300},
+    {"min_p": NO_NUMBER},
+    {"min_p": 7.0},
+    {"min_tokens": 9, "stop_token_ids": tuple(range(VOCAB))},
+    {"top_k": 1 << 80},
+    {"top_k": -5},
+    {"seed": -(1 << 90)},
+]
+
+
+@pytest.mark.parametrize("extreme", EXTREMES, ids=str)
+@pytest.mark.parametrize("other", [{}, {"temperature": 1e-300, "repetition_penalty": 1e-300}], ids=str)
+def test_no_setting_fails_or_disturbs_the_others(logits: torch.Tensor, extreme: dict[str, Any], other: dict[str, Any]):
+    tokens = [1, int(logits.argmax())]
+    quiet = SamplingParams(seed=3, min_p=0.01)
+    odd = SamplingParams(**{**other, **extreme})
+    alone = sampler_with(new_row(1, quiet))
+    mixed = sampler_with(new_row(0, odd, prompt_ids=tokens, output_ids=tokens), new_row(1, quiet))
+    for position in range(20):
+        expected, _ = alone.sample(logits[None].clone(), np.array([1]), np.array([position]))
+        ids, _ = mixed.sample(logits.repeat(2, 1), np.array([0, 1]), np.array([position] * 2))
+        assert 0 <= ids[0] < VOCAB
+        assert ids[1] == expected[0]
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-46, 1e-6])
+def test_a_vanishing_temperature_is_greedy(logits: torch.Tensor, temperature: float):
+    logits[7] = logits.max() + 1e-6  # nearly a tie
+    params = SamplingParams(temperature=temperature)
+    assert set(draws(logits, params, 50)) == set(draws(logits, SamplingParams(temperature=0.0), 50))
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.0}, {"top_p": 0.5, "presence_penalty": 1.0}, {"min_p": 0.1}])
+def test_a_row_whose_logits_are_not_finite_gets_no_token_and_the_others_theirs(
+    logits: torch.Tensor, broken: float, how: dict[str, Any]
+):
+    params = SamplingParams(logprobs=1, **how)
+    expected, _ = sampler_with(new_row(1, params)).sample(logits[None].clone(), np.array([1]), np.array([4]))
+    both = logits.repeat(2, 1)
+    both[0, 3] = broken
+    ids, found = sampler_with(new_row(0, params), new_row(1, params)).sample(both, np.array([0, 1]), np.array([4, 4]))
+    assert ids.tolist() == [NO_TOKEN, expected[0]]
+    assert found[0] is None
+    assert found[1] is not None
+
+
+def test_logits_that_are_all_impossible_are_not_finite(logits: torch.Tensor):
+    assert draws(logits.fill_(float("-inf")), SamplingParams(), 1).tolist() == [NO_TOKEN]

@@ -11,25 +11,33 @@ nor the worker that samples changes an answer.
 
 Meanings follow the OpenAI API and transformers: the repetition penalty divides positive and multiplies negative logits
 of all tokens in prompt and output; presence and frequency penalties count outputs only.
+
+The sampler is total: whatever numbers a request brings, no row disturbs another. Numbers beyond what float32 can carry
+through are bounded, and a row whose logits are not finite, which only a broken model makes, gets no token.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.engine.plan import NewRow
-from slipstream.errors import EngineFailure
 from slipstream.types import Logprob, SamplingParams
 
 MASK64 = (1 << 64) - 1
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 NUCLEUS_GUESS = 512  # most likely tokens among which a nucleus is looked for before all are sorted
 NEVER = float("-inf")
+NO_TOKEN = -1  # in place of a token id where the logits are not finite
+LEAST_TEMPERATURE = 1e-5  # below it sampling is greedy
+MOST = 1e6  # bound of temperature, penalties and biases
+WIDEST = 1e30  # bound of adjusted logits: their differences divided by LEAST_TEMPERATURE are finite in float32
 
 
 def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -43,6 +51,24 @@ def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray
     """One number in (0, 1) for each (seed, position), on a grid of 2^-32."""
     state = mix64(seeds) + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN_GAMMA)
     return ((mix64(state) >> np.uint64(32)).astype(np.float64) + 0.5) * 2.0**-32
+
+
+def bounded(params: SamplingParams) -> SamplingParams:
+    """The same settings where every number is one that float32 can compute with; what is no number is off."""
+    return msgspec.structs.replace(
+        params,
+        temperature=min(params.temperature, MOST) if params.temperature >= LEAST_TEMPERATURE else 0.0,
+        repetition_penalty=_within(params.repetition_penalty, 1.0 / MOST, 1.0),
+        presence_penalty=_within(params.presence_penalty, -MOST, 0.0),
+        frequency_penalty=_within(params.frequency_penalty, -MOST, 0.0),
+        top_p=_within(params.top_p, 0.0, 1.0),
+        min_p=min(_within(params.min_p, 0.0, 0.0), 1.0),
+        logit_bias={token: _within(value, -MOST, 0.0) for token, value in params.logit_bias.items()},
+    )
+
+
+def _within(value: float, least: float, otherwise: float) -> float:
+    return otherwise if math.isnan(value) else min(max(value, least), MOST)
 
 
 @dataclass(slots=True)
@@ -77,13 +103,13 @@ class Sampler:
 
     def add(self, new: NewRow) -> None:
         """Occupies a row. Ids outside of the vocabulary, which no logit stands for, have no effect."""
-        params = new.sampling
+        params = bounded(new.sampling)
         bias = {token: value for token, value in params.logit_bias.items() if 0 <= token < self.vocab}
         banned = self._ids([*new.eos_ids, *params.stop_token_ids]) if params.min_tokens > 0 else None
         row = Row(
             params=params,
             outputs=new.outputs,
-            banned=banned if banned is not None and len(banned) else None,
+            banned=banned if banned is not None and 0 < len(banned.unique()) < self.vocab else None,
             bias_ids=self._ids(list(bias)) if bias else None,
             bias=torch.tensor(list(bias.values()), dtype=torch.float32, device=self.device) if bias else None,
         )
@@ -107,11 +133,13 @@ class Sampler:
         """Draws one token for each of `rows`.
 
         logits [rows, vocab] float32 may be overwritten; positions [rows] are the indices of the new tokens in their
-        sequences. Returns the token ids and, where asked for, their log-probabilities.
+        sequences. Returns the token ids, NO_TOKEN where a row's logits are not finite, and, where asked for, their
+        log-probabilities.
         """
         states = [self._row(int(row)) for row in rows]
         wanted = [index for index, state in enumerate(states) if state.params.logprobs is not None]
         raw = logits[wanted] if wanted else None  # a copy, before anything is changed
+        sound = logits.amax(-1).isfinite()
         if not all(state.plain for state in states):
             self._adjust(logits, states)
         drawn = [index for index, state in enumerate(states) if state.params.temperature > 0]
@@ -122,14 +150,15 @@ class Sampler:
         if drawn:
             part = logits if len(drawn) == len(states) else logits[drawn]
             tokens[drawn] = self._draw(part, [states[index].params for index in drawn], positions[drawn])
-        ids = tokens.cpu().numpy()
-        for state, token in zip(states, ids, strict=True):
-            _count(state, int(token))
+        ids = tokens.masked_fill_(~sound, NO_TOKEN).cpu().numpy()
+        for state, token in zip(states, ids.tolist(), strict=True):
+            if token != NO_TOKEN:
+                _count(state, token)
         logprobs: list[Logprob | None] = [None] * len(states)
         if raw is not None:
             counts = [states[index].params.logprobs or 0 for index in wanted]
-            for index, logprob in zip(wanted, top_logprobs(raw, ids[wanted], counts), strict=True):
-                logprobs[index] = logprob
+            for index, logprob in zip(wanted, top_logprobs(raw, ids[wanted].clip(0), counts), strict=True):
+                logprobs[index] = logprob if ids[index] != NO_TOKEN else None
         return ids, logprobs
 
     def _row(self, row: int) -> Row:
@@ -156,6 +185,8 @@ class Sampler:
                     values.sub_(state.counts.clamp(max=1.0), alpha=params.presence_penalty)
             if state.bias_ids is not None and state.bias is not None:
                 values.index_add_(0, state.bias_ids, state.bias)
+            if not state.plain:
+                values.clamp_(-WIDEST, WIDEST)
             if state.held and state.banned is not None:
                 values.index_fill_(0, state.banned, NEVER)
 
@@ -168,11 +199,10 @@ class Sampler:
         floor = _floor(scaled, reached[:, -1], params)
         if floor is not None:
             reached = weights.masked_fill_(scaled < floor[:, None], 0.0).cumsum(-1)
-        if not bool(reached[:, -1].isfinite().all()):
-            raise EngineFailure("the model's logits are not finite; the weights or the chosen dtype do not suit it.")
         seeds = np.array([p.seed & MASK64 for p in params], dtype=np.uint64)
         noise = torch.from_numpy(uniforms(seeds, positions)).to(self.device)
-        return torch.searchsorted(reached, (noise * reached[:, -1])[:, None], right=True).squeeze(-1)
+        found = torch.searchsorted(reached, (noise * reached[:, -1])[:, None], right=True).squeeze(-1)
+        return found.clamp_(max=logits.shape[-1] - 1)  # beyond it only where logits are not finite
 
 
 def _count(state: Row, token: int) -> None:
