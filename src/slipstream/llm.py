@@ -14,10 +14,13 @@ several can live in one interpreter. The caller's threads only wait.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import queue
+import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -30,7 +33,7 @@ from slipstream.front.ask import messages_of
 from slipstream.front.tokenizer import Tokenizer, load_tokenizer
 from slipstream.launch.devices import this_machine
 from slipstream.launch.offline import Answer, Background, Bar, Completion
-from slipstream.launch.spec import Placement, place
+from slipstream.launch.spec import Placement, place, refuse_idle_transport
 from slipstream.launch.watch import http_get
 from slipstream.router import Router
 from slipstream.settings import OFFLINE, nearest
@@ -38,6 +41,7 @@ from slipstream.transfer.transports.local import Neighbourhood
 from slipstream.types import Request, SamplingParams
 
 READY_S = 60.0  # for links and preflights between workers of one process; loading is over by then
+NO_ROUTE_GRACE_S = 1.5  # a pair that cannot be served in is tried again once before that is taken for final
 DEFAULT_TOKENS = 256  # of an answer when the caller says nothing of sampling
 
 Prompt = str | Sequence[int]
@@ -69,8 +73,10 @@ class LLM:
         engine, transfer = _configs(model, settings)
         machine = this_machine()
         placements = place(machine, str(prefill or ""), str(decode or ""), str(both), engine.device)
+        refuse_idle_transport(placements, transfer.transport)
         self._closing = ExitStack()
         self._finalizer = weakref.finalize(self, self._closing.close)
+        _at_the_end(self._finalizer)
         try:
             self._start(engine, transfer, placements, machine.cores)
         except BaseException:
@@ -95,7 +101,7 @@ class LLM:
         self._closing.callback(_stop_router, self._background, self._router)
         self._background.call(_add(self._router, [worker.info.http for worker in self._workers]))
         if not self._background.call(_paired(self._router, len(self._workers))):
-            problems = [f"{w.name or w.url}: {w.problem}" for w in self._router.workers() if w.problem]
+            problems = list(dict.fromkeys(p for w in self._router.workers() for p in (w.problem, *w.problems) if p))
             raise EngineFailure(
                 "the workers of this LLM did not come together: " + "; ".join(problems or ["no reason"])
             )
@@ -279,6 +285,17 @@ class LLM:
 # ---------------------------------------------------------------------------------------------------- on the event loop
 
 
+def _at_the_end(close: Callable[[], Any]) -> None:
+    """Has `close` called when the program ends, while threads still take work.
+
+    Functions of `atexit` run later, when the executors behind `asyncio.to_thread` refuse work already, so that links
+    could not be ended properly. The hook by which these executors end (last registered, first called) comes before.
+    """
+    assert ThreadPoolExecutor  # its module has registered its own end by now
+    register: Callable[[Callable[[], Any]], Any] = getattr(threading, "_register_atexit", atexit.register)
+    register(close)
+
+
 async def _started_router() -> Router:
     router = Router(RouterConfig(max_queue=1 << 20, request_timeout_s=1e9))
     await router.start()
@@ -313,8 +330,12 @@ async def _paired(router: Router, workers: int) -> bool:
     loop = asyncio.get_running_loop()
     end = loop.time() + READY_S
     while loop.time() < end:
-        if router.ready and sum(worker.state == "live" for worker in router.workers()) == workers:
+        fleet = router.workers()
+        linked = sum(worker.state == "live" for worker in fleet) == workers
+        if router.ready and linked:
             return True
+        if linked and any(worker.problems for worker in fleet):
+            end = min(end, loop.time() + NO_ROUTE_GRACE_S)
         await asyncio.sleep(0.01)
     return False
 

@@ -115,6 +115,33 @@ def test_a_worker_that_cannot_start_ends_serve_with_its_sentence(tiny: str):
     assert "Traceback" not in program.output
 
 
+def test_a_transport_that_serves_no_pair_ends_serve_with_its_reason(tiny: str):
+    program = Program("serve", tiny, "--port", "0", *SMALL, "--transport", "local")
+    assert program.ends(LIMIT_S) == 1
+    last = program.output.strip().splitlines()[-1]
+    assert last.startswith("error: no request can be served")
+    assert "'local'" in last
+    assert "did not end in time" not in program.output  # the others are healthy and end in their own way
+
+
+def test_a_model_without_a_usable_tokenizer_starts_nothing(tmp_path: Path):
+    folder = tiny_model(tmp_path / "m", tokenizer=True)
+    (folder / "chat_template.jinja").write_text("{% for %}")
+    for words in ("the chat template is not valid", "has no tokenizer.json"):
+        program = Program("serve", str(folder), "--port", "0", *SMALL)
+        assert program.ends(LIMIT_S) == 1
+        assert program.output.startswith("error: ")
+        assert words in program.output
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+        (folder / "tokenizer.json").unlink(missing_ok=True)
+
+
+def test_one_decoder_more_is_asked_for_by_one_flag(tiny: str):
+    with serving("--decode", "2", model=tiny) as (_, server, pids):
+        assert set(pids) == {"router", "prefill-0", "decode-0", "decode-1"}
+        assert server.ready()
+
+
 def test_a_cluster_with_an_api_key_comes_together_and_asks_for_it(tiny: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SLIPSTREAM_API_KEY", "s3cret")
     program = Program("serve", tiny, "--port", "0", *SMALL)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from tests.unit.tiny_models import tiny_model
 
 import slipstream
 from slipstream import LLM, SamplingParams
-from slipstream.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, SlipstreamError
+from slipstream.errors import ConfigError, ContextTooLong, EngineFailure, InvalidRequest, ModelError, SlipstreamError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=12, ignore_eos=True)
@@ -167,8 +169,8 @@ def test_wrong_settings_are_refused_by_name(tiny: str):
         LLM(tiny, page_token=8)
     with pytest.raises(ConfigError, match=r"page_tokens=.*from 1 to 1024"):
         LLM(tiny, page_tokens=0)
-    with pytest.raises(ConfigError, match="--decode 1"):
-        LLM(tiny, prefill=1)
+    with pytest.raises(ConfigError, match="nothing to transfer"):
+        LLM(tiny, transport="shm")
     with pytest.raises(ModelError, match="no/such"):
         LLM("./no/such/model")
 
@@ -189,6 +191,22 @@ def test_one_that_is_dropped_is_closed(tiny: str):
     llm = LLM(tiny, **SMALL)
     del llm
     assert set(threading.enumerate()) <= before
+
+
+def test_one_that_is_left_to_the_end_of_the_program_is_closed_without_a_word(tiny: str):
+    program = (
+        "from slipstream import LLM, SamplingParams\n"
+        f"llm = LLM({tiny!r}, prefill=1, decode=1, **{SMALL!r})\n"
+        "print(llm.generate('a', SamplingParams(temperature=0.0, max_tokens=4))[0].finish_reason)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout
+
+
+def test_a_transport_that_serves_no_pair_is_an_error_with_its_reason(tiny: str):
+    with pytest.raises(EngineFailure, match="'cuda_ipc'.*does not serve"):
+        LLM(tiny, prefill=1, decode=1, transport="cuda_ipc", **SMALL)
 
 
 def test_the_package_names_what_it_offers():

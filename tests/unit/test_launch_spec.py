@@ -8,7 +8,7 @@ import pytest
 
 from slipstream.errors import ConfigError
 from slipstream.launch.devices import Gpu, Machine, select_visible, usable_cores
-from slipstream.launch.spec import Placement, place
+from slipstream.launch.spec import Placement, place, refuse_idle_transport
 
 LAPTOP = Machine(cores=2)
 NAMES = ("GPU-aa00", "GPU-ab11", "GPU-bb22", "GPU-cc33")
@@ -147,3 +147,11 @@ def test_a_container_gets_the_cores_it_is_given(tmp_path: Path, text: str, most:
     unlimited = usable_cores(tmp_path / "absent")
     (tmp_path / "cpu.max").write_text(text)
     assert usable_cores(tmp_path / "cpu.max") == min(most, unlimited)
+
+
+def test_a_transport_for_one_worker_is_refused():
+    one, two = place(LAPTOP, "", "", "1"), place(LAPTOP, "1", "1", "")
+    refuse_idle_transport(one, "auto")
+    refuse_idle_transport(two, "shm")
+    with pytest.raises(ConfigError, match=r"'shm' .* nothing to transfer"):
+        refuse_idle_transport(one, "shm")

@@ -33,6 +33,7 @@ def command(model_argument: str | None, **options: Any) -> None:
     front = resolved.config(FrontConfig)
     logs.set_up(front.log_level, front.log_format, "serve")
 
+    from slipstream.front.tokenizer import load_tokenizer
     from slipstream.launch.cluster import Cluster
     from slipstream.launch.commands import ClusterConfig
     from slipstream.launch.devices import this_machine
@@ -50,4 +51,5 @@ def command(model_argument: str | None, **options: Any) -> None:
     launch = config.launch
     placements = place(machine, launch.prefill, launch.decode, launch.both, config.engine.device)
     find_model(config.engine)
-    sys.exit(Cluster(config, placements, machine).run())
+    chats = load_tokenizer(config.engine.model, config.engine.tokenizer).chat_template is not None
+    sys.exit(Cluster(config, placements, machine, chats=chats).run())

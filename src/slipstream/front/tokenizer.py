@@ -296,8 +296,10 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
         return path.read_text(encoding="utf-8")
     entry = _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(entry, list):
-        named = {item["name"]: item["template"] for item in entry}
-        return named.get("default") or next(iter(named.values()), None)
+        named = {item.get("name"): item.get("template") for item in entry if isinstance(item, dict)}
+        entry = named.get("default") or next(iter(named.values()), None)
+    if entry is not None and not isinstance(entry, str):
+        raise ModelError(f"the chat template of {folder} is no text but {type(entry).__name__}")
     return entry
 
 

@@ -57,10 +57,39 @@ def pairs(members: Sequence[Member]) -> Iterator[tuple[Member, Member, Route | N
             yield source, destination, next((r for r in source.routes if r.peer == destination.name), None)
 
 
+def why_no_route(members: Sequence[Member]) -> str:
+    """Why no request can be handed over at all, each reason once; "" while any pair may still do it."""
+    reasons: dict[str, None] = {}
+    for source, destination, route in pairs(members):
+        if route is not None and not route.error:
+            return ""
+        told = [route.error] if route is not None else _problems_between(source, destination)
+        if not told:
+            return ""  # not measured yet
+        reasons.update(dict.fromkeys(told))
+    return "; ".join(reasons)
+
+
+def _problems_between(source: Member, destination: Member) -> list[str]:
+    names = (source.name, destination.name)
+    return [problem for problem in source.problems if all(name in problem for name in names)]
+
+
 def banner(
-    members: Sequence[Member], *, url: str, page_tokens: int, seconds: float, router_pid: int, width: int = 120
+    members: Sequence[Member],
+    *,
+    url: str,
+    page_tokens: int,
+    seconds: float,
+    router_pid: int,
+    chats: bool = True,
+    with_key: bool = False,
+    width: int = 120,
 ) -> str:
-    """The text for a cluster of at least one member; lines of tables may be wider than `width` where names are."""
+    """The text for a cluster of at least one member; lines of tables may be wider than `width` where names are.
+
+    `chats`: the model has a chat template. `with_key`: the server asks for its API key.
+    """
     model = members[0].served_name
     context = min(member.max_model_len for member in members)
     parts = [f"{model} is served at {url} (context {context:,} tokens), ready after {seconds:.1f} s"]
@@ -70,7 +99,7 @@ def banner(
     problems = [f"warning: {m.name}: {problem}" for m in members for problem in [m.problem, *m.problems] if problem]
     if problems:
         parts.append("\n".join(problems))
-    parts += ["try it:", curl_line(url, model), "Ctrl-C ends it."]
+    parts += ["try it:", curl_line(url, model, chats=chats, with_key=with_key), "Ctrl-C ends it."]
     return "\n" + "\n\n".join(parts) + "\n"
 
 
@@ -95,19 +124,20 @@ def _how(routes: Sequence[tuple[Member, Member, Route | None]], width: int) -> s
             notes.append(f"{pair}: {route.error}")
         else:
             rows.append((pair, route.transport, f"{route.gb_per_s:.2f} GB/s", f"{route.latency_us:.0f} µs"))
+            gpus = any(device.startswith("cuda") for m in (source, destination) for device in m.devices)
             notes += [
                 f"not {name}: {reason.removeprefix('here: ')}"
                 for name, reason in route.rejected.items()
-                if _explains(name, reason)
+                if _explains(name, reason, gpus)
             ]
     wrapped = [textwrap.fill(note, width, subsequent_indent="    ") for note in dict.fromkeys(notes)]
     return "\n".join([_table(rows, right=(2, 3)), *wrapped])
 
 
-def _explains(name: str, reason: str) -> bool:
+def _explains(name: str, reason: str, gpus: bool) -> bool:
     """Whether a reader learns something: not from `local`, which is for workers in one process, nor from what this
-    version does not have."""
-    return name != "local" and "this version" not in reason
+    version does not have, nor of ways between GPUs where neither side has one."""
+    return name != "local" and "this version" not in reason and (gpus or not name.startswith("cuda"))
 
 
 def _table(rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:
@@ -123,8 +153,13 @@ def _table(rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:
     return "\n".join(lines)
 
 
-def curl_line(url: str, model: str) -> str:
-    """A command to paste into a shell."""
-    body = {"model": model, "messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": True}
-    text = msgspec.json.encode(body).decode()
-    return f"curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(text)}"
+def curl_line(url: str, model: str, *, chats: bool = True, with_key: bool = False) -> str:
+    """A command to paste into a shell. The key stays out of it: terminals are shown around and recorded."""
+    if chats:
+        path = "/v1/chat/completions"
+        asked: dict[str, object] = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+    else:
+        path, asked = "/v1/completions", {"prompt": "The sky is blue because", "max_tokens": 64}
+    text = msgspec.json.encode({"model": model, **asked, "stream": True}).decode()
+    key = ' -H "authorization: Bearer $SLIPSTREAM_API_KEY"' if with_key else ""
+    return f"curl -N {url}{path} -H 'content-type: application/json'{key} -d {shlex.quote(text)}"

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from slipstream.errors import SetupError
 from slipstream.launch import ports
-from slipstream.launch.banner import Member, banner, pairs
+from slipstream.launch.banner import Member, banner, pairs, why_no_route
 from slipstream.launch.commands import ROUTER_NAME, ClusterConfig, router_again, router_spec, with_port, worker_specs
 from slipstream.launch.devices import Machine
 from slipstream.launch.display import Display
@@ -32,19 +32,27 @@ logger = logging.getLogger(__name__)
 
 ROUTES_GRACE_S = 5.0  # how long the banner waits for routes that are not measured yet
 WORKER_GRACE_S = 5.0  # after the router has ended there is nothing left to drain in workers
+NO_ROUTE_GRACE_S = 1.5  # how long no pair at all may be without a route, before that is taken for final
 KEEPING_INTERVAL_S = 1.0
 ACCEPT_AFTER_S = 5.0  # how long connections wait for a router that is started again to find its workers
 
 
 class Cluster:
-    """One `serve`. `run` returns the exit code; it raises SetupError when the cluster cannot start or keep running."""
+    """One `serve`. `run` returns the exit code; it raises SetupError when the cluster cannot start or keep running.
 
-    def __init__(self, config: ClusterConfig, placements: list[Placement], machine: Machine) -> None:
+    `chats` says whether the model has a chat template, so that a chat is what to try first.
+    """
+
+    def __init__(
+        self, config: ClusterConfig, placements: list[Placement], machine: Machine, *, chats: bool = True
+    ) -> None:
         self._config = config
+        self._chats = chats
         self._placements = placements
         self._began = time.monotonic()
         self._interrupts = 0
         self._routes_awaited_since = 0.0
+        self._routeless_since = 0.0
         self._live: dict[str, Member] = {}  # as they were last seen, by name
         self._socket = ports.listen(config.front.host, config.front.port)
         self.port: int = self._socket.getsockname()[1]
@@ -75,6 +83,8 @@ class Cluster:
         finally:
             watcher.close()
             self._display.close()
+            # whoever still runs here does so because another one failed, and may end in its own way
+            self._supervisor.stop(list(self._supervisor.children), WORKER_GRACE_S, lambda: self._interrupts > 0)
             self._supervisor.close()
             self._socket.close()
         return 0 if self._interrupts < 2 else 130
@@ -89,6 +99,7 @@ class Cluster:
             self._note_members(watcher)
             if self._complete(watcher):
                 return True
+            self._refuse_without_routes(watcher)
             if time.monotonic() > deadline:
                 raise SetupError(
                     f"not ready after {self._config.launch.start_timeout_s:g} s: {self._missing(watcher)}. "
@@ -106,6 +117,21 @@ class Cluster:
         self._routes_awaited_since = self._routes_awaited_since or time.monotonic()
         return time.monotonic() - self._routes_awaited_since > ROUTES_GRACE_S
 
+    def _refuse_without_routes(self, watcher: Watcher) -> None:
+        """Raises SetupError when everybody is there and KV has no way between any two of them."""
+        snapshot = watcher.latest
+        live = {member.name for member in snapshot.members if member.state == "live"}
+        everybody = live.issuperset(placement.name for placement in self._placements)
+        reason = "" if snapshot.serving or not everybody else why_no_route(snapshot.members)
+        if not reason:
+            self._routeless_since = 0.0
+            return
+        self._routeless_since = self._routeless_since or time.monotonic()
+        if time.monotonic() - self._routeless_since > NO_ROUTE_GRACE_S:
+            raise SetupError(
+                f"no request can be served, because KV has no route from any prefill to any decode worker: {reason}"
+            )
+
     def _missing(self, watcher: Watcher) -> str:
         states = {member.name: member.state for member in watcher.latest.members}
         absent = [p.name for p in self._placements if states.get(p.name) != "live"]
@@ -118,7 +144,14 @@ class Cluster:
         members = [m for name in self._worker_specs for m in watcher.latest.members if m.name == name]
         seconds = time.monotonic() - self._began
         if self._config.front.log_format == "json":
-            logger.info("ready", extra={"url": self.url, "seconds": round(seconds, 1), "workers": len(members)})
+            facts = {
+                "url": self.url,
+                "seconds": round(seconds, 1),
+                "workers": len(members),
+                "model": members[0].served_name,
+                "context": min(member.max_model_len for member in members),
+            }
+            logger.info("ready", extra=facts)
             return
         text = banner(
             members,
@@ -126,6 +159,8 @@ class Cluster:
             page_tokens=self._config.engine.page_tokens,
             seconds=seconds,
             router_pid=self._supervisor.children[ROUTER_NAME].pid,
+            chats=self._chats,
+            with_key=bool(self._config.front.api_key),
         )
         print(text, flush=True)
 

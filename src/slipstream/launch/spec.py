@@ -199,3 +199,12 @@ def _refuse_what_cannot_serve(placements: list[Placement]) -> None:
                 f"--{missing} 0 leaves only {present} workers, and requests need both phases: leave it out or say "
                 f"--{missing} 1, or use --both for workers that do either."
             )
+
+
+def refuse_idle_transport(placements: list[Placement], transport: str) -> None:
+    """Raises ConfigError for a transport that was asked for by name where no worker has another one to hand over to."""
+    if transport != "auto" and len(placements) < 2:
+        raise ConfigError(
+            f"transport {transport!r} was asked for, but there is nothing to transfer: one worker does prefill and "
+            "decode. Ask for two (prefill 1 and decode 1), or leave the transport out."
+        )

@@ -1,0 +1,82 @@
+"""What `serve` says when it is ready, or why no request can be served."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+from slipstream.launch.banner import Member, Route, banner, curl_line, why_no_route
+
+URL = "http://127.0.0.1:8000"
+
+
+def member(name: str, role, *routes: Route, device: str = "cpu (x86_64)", problems: tuple[str, ...] = ()) -> Member:
+    return Member(
+        url=f"http://127.0.0.1/{name}",
+        state="live",
+        role=role,
+        name=name,
+        devices=[device],
+        served_name="m",
+        max_model_len=512,
+        routes=list(routes),
+        problems=list(problems),
+    )
+
+
+def shown(*members: Member, **keywords) -> str:
+    return banner(members, url=URL, page_tokens=16, seconds=1.0, router_pid=1, **keywords)
+
+
+def body_of(line: str) -> tuple[str, dict]:
+    words = shlex.split(line)
+    return words[2], json.loads(words[words.index("-d") + 1])
+
+
+def test_the_line_to_try_is_a_chat_where_the_model_has_a_template():
+    url, body = body_of(curl_line(URL, "it's"))
+    assert url == URL + "/v1/chat/completions"
+    assert body["model"] == "it's"
+    assert body["messages"]
+
+
+def test_the_line_to_try_is_a_completion_for_a_model_without_a_template():
+    url, body = body_of(curl_line(URL, "m", chats=False))
+    assert url == URL + "/v1/completions"
+    assert isinstance(body["prompt"], str)
+    assert "messages" not in body
+    assert "/v1/completions" in shown(member("both-0", "both"), chats=False)
+
+
+def test_the_line_to_try_names_the_key_but_not_its_value():
+    line = curl_line(URL, "m", with_key=True)
+    assert '"authorization: Bearer $SLIPSTREAM_API_KEY"' in line  # in double quotes, so that the shell fills it in
+    assert "authorization" not in curl_line(URL, "m")
+    assert "$SLIPSTREAM_API_KEY" in shown(member("both-0", "both"), with_key=True)
+
+
+def test_ways_between_gpus_are_not_explained_where_there_is_none():
+    route = Route(peer="d", transport="shm", rejected={"cuda_ipc": "here: it moves memory of GPUs", "nixl": "absent"})
+    on_cpu = shown(member("p", "prefill", route), member("d", "decode"))
+    assert "not nixl: absent" in on_cpu
+    assert "cuda_ipc" not in on_cpu
+    assert "not cuda_ipc" in shown(member("p", "prefill", route), member("d", "decode", device="cuda:0 (H200)"))
+
+
+def test_no_route_at_all_has_its_reasons_once_each():
+    failed = [Route(peer=name, transport="none", error="not here") for name in ("d0", "d1")]
+    source = member("p", "prefill", *failed)
+    assert why_no_route([source, member("d0", "decode"), member("d1", "decode")]) == "not here"
+
+
+def test_a_pair_that_does_not_fit_is_no_route_either():
+    source = member("p", "prefill", problems=("p and d cannot exchange KV: dtype differs",))
+    assert why_no_route([source, member("d", "decode")]) == "p and d cannot exchange KV: dtype differs"
+
+
+def test_a_pair_that_works_or_is_not_measured_yet_is_no_reason_to_give_up():
+    failed, works = Route(peer="d0", error="not here"), Route(peer="d1", transport="shm")
+    decoders = [member("d0", "decode"), member("d1", "decode")]
+    assert why_no_route([member("p", "prefill", failed, works), *decoders]) == ""
+    assert why_no_route([member("p", "prefill", failed), *decoders]) == ""
+    assert why_no_route([member("both-0", "both")]) == ""
