@@ -254,14 +254,17 @@ class Peers:
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    async def close(self) -> None:
-        """Ends all links; returns when what their ends ask for has been done."""
+    def say_goodbye(self, reason: str) -> None:
+        """Ends all links and opens no more."""
         self._closing = True
         self._wanted.clear()
         for task in self._keepers:
             task.cancel()
         for link in self._links.values():
-            link.close("this worker ends")
+            link.close(reason)
+
+    async def close(self) -> None:
+        """Returns when what the ends of all links ask for has been done."""
         await asyncio.gather(*self._keepers, *self._readers, return_exceptions=True)
 
 

@@ -34,7 +34,9 @@ logger = logging.getLogger(__name__)
 
 STATUS_INTERVAL_S = 0.05
 JOIN_S = 5.0
+JOIN_RETRY_S = 0.25
 HELLO_S = 10.0  # for a stranger to say who it is
+LEAVING = "this worker ends"
 REFUSED_S = 10.0  # before a router that has refused this worker is asked again
 CLOSE_S = 3.0  # for what the ends of links ask for; a peer that is stopped could be waited for without end
 T = TypeVar("T")
@@ -113,7 +115,9 @@ class WorkerServer:
         if self._http is not None:
             self._http.should_exit = True
         for link in self._routers.values():
-            link.close("this worker ends")
+            link.close(LEAVING)
+        if self._peers is not None:
+            self._peers.say_goodbye(LEAVING)
         tasks = list(self._tasks)
         for task in tasks:
             if task is not self._http_task:
@@ -195,7 +199,7 @@ class WorkerServer:
     def _router_gone(self, router: str, link: Link) -> None:
         goodbye = link.farewell
         if goodbye is None:
-            logger.info("router %s gone: %s", router, link.lost_because)
+            logger.info("router %s gone: %s", router, link.lost_because or LEAVING)
         elif self._dismissed.get(router) != goodbye:
             logger.log(logging.WARNING if goodbye.dismissed else logging.INFO, "router %s: %s", router, goodbye.reason)
             self._dismissed[router] = goodbye
@@ -343,6 +347,10 @@ class WorkerServer:
         joined = None
         said = ""
         while self.state == "ready":
+            goodbye = None if joined is None or joined in self._routers else self._dismissed.get(joined)
+            if goodbye is not None and goodbye.dismissed:
+                logger.warning("not joining the router at %s again until it is told to add this worker", url)
+                return
             if joined is None or joined not in self._routers:
                 try:
                     joined = await register(url, self.info.http, api_key)
@@ -351,12 +359,8 @@ class WorkerServer:
                     if (reason := str(error) or "it does not answer") != said:
                         said = reason
                         logger.info("waiting for the router at %s: %s", url, said)
-            if joined in self._dismissed and joined not in self._routers:
-                if self._dismissed[joined].dismissed:
-                    logger.warning("not joining the router at %s again until it is told to add this worker", url)
-                    return
-                await asyncio.sleep(REFUSED_S)
-            await asyncio.sleep(self._heartbeat_s if joined in self._routers else 0.25)
+            linked = joined in self._routers
+            await asyncio.sleep(self._heartbeat_s if linked else REFUSED_S if goodbye is not None else JOIN_RETRY_S)
 
 
 async def register(router_url: str, worker_url: str, api_key: str = "") -> str:

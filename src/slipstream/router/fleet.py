@@ -225,8 +225,6 @@ class Fleet:
             logger.info("%s left: %s", worker.label, reason)
         else:
             logger.warning("%s lost: %s", worker.label, reason)
-        for other in self._by_id.values():
-            other.met.pop(worker.wire_address, None)
         self._refused_pairs = {pair for pair in self._refused_pairs if worker.id not in pair}
         self._events.worker_down(worker, reason)
         self.introduce()
