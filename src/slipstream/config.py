@@ -177,5 +177,10 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
         float, Meta(gt=0, description="`serve` gives up when no request can be served after this time.")
     ] = 900.0
     max_failures: Annotated[
-        int, Meta(ge=1, description="`serve` gives up when a process ends this often in a row soon after its start.")
+        int,
+        Meta(
+            ge=1,
+            description="`serve` gives up when a process that has never served ends this often in a row soon after "
+            "its start.",
+        ),
     ] = 5

@@ -101,6 +101,13 @@ def test_a_setup_failure_after_the_child_was_up_is_tried_again(recorder: Recorde
     recorder.until(lambda: child.starts == 2)
 
 
+def test_a_child_that_has_served_is_started_again_for_ever(recorder: Recorder):
+    child = recorder.start("w", "import os; os.abort()")
+    child.up = True
+    recorder.until(lambda: child.starts > 2 * FAST.max_failures)
+    assert child.failures > FAST.max_failures
+
+
 def test_stop_asks_first_and_kills_what_does_not_end(recorder: Recorder):
     polite = recorder.start("polite", LONG_LIVED)
     deaf = recorder.start(

@@ -5,9 +5,10 @@ of a child, or the time to start one again. Two small threads a child feed these
 waits for its end.
 
 A child that ends on its own is started again after a pause that doubles with every failure that follows soon after a
-start. Two kinds of end are final, and `poll` raises GaveUp for them: `max_failures` such failures in a row, and an exit
-with code 1 or 2 before the child was ever `up`, which is how a command says that its settings, its model or its memory
-are wrong, so that trying again would only repeat it.
+start. For a child that was never `up` two kinds of end are final, and `poll` raises GaveUp for them: `max_failures` such
+failures in a row, and an exit with code 1 or 2, which is how a command says that its settings, its model or its memory
+are wrong, so that trying again would only repeat it. One that has served is started again for ever: the others go on
+meanwhile, and one sick child must not end them.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ class Supervisor:
         child.failures = child.failures + 1 if lived < self._policy.quick_s else 1
         if code in SETUP_EXIT_CODES and not child.was_up:
             raise GaveUp(self._refusal(child, code), child.name, code)
-        if child.failures >= self._policy.max_failures:
+        if child.failures >= self._policy.max_failures and not child.was_up:
             message = f"{child.name} ended {child.failures} times in a row soon after its start; the last time it "
             raise GaveUp(message + ended_how(code) + self._last_words(child), child.name, 1)
         pause = self._policy.pause(child.failures)
