@@ -29,7 +29,7 @@ import msgspec
 from slipstream.config import EngineConfig, RouterConfig, TransferConfig, WorkerConfig
 from slipstream.engine.worker import Worker
 from slipstream.errors import ConfigError, ContextTooLong, EngineFailure, InvalidRequest
-from slipstream.front.ask import messages_of
+from slipstream.front.ask import checked_sampling, messages_of
 from slipstream.front.tokenizer import Tokenizer, load_tokenizer
 from slipstream.launch.devices import this_machine
 from slipstream.launch.offline import Answer, Background, Bar, Completion
@@ -51,8 +51,9 @@ class LLM:
     """A model, ready to answer.
 
     `prefill`, `decode` and `both` are numbers of workers or specs as of `slipstream serve` (`"cuda:0"`); `both` is 1
-    unless one of the others is given; `prefill` alone gets one worker that decodes, and the other way round. All further keywords are settings of the sections `engine` and `transfer` of
-    docs/configuration.md: `LLM("smollm2", page_tokens=32, dtype="float32")`.
+    unless one of the others is given; `prefill` alone gets one worker that decodes, and the other way round. All
+    further keywords are settings of the sections `engine` and `transfer` of docs/configuration.md:
+    `LLM("smollm2", page_tokens=32, dtype="float32")`.
 
     Raises ConfigError for a wrong setting, ModelError and PoolTooSmall when the model cannot be loaded. The methods may
     be called from several threads. `close` (or leaving the `with` block) ends all threads and frees all memory; an LLM
@@ -217,7 +218,7 @@ class LLM:
     def _sampling(
         self, batch: list[list[int]], sampling: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
-        """One for each prompt, checked against the model's context. Raises ContextTooLong, InvalidRequest."""
+        """One for each prompt, checked by itself and against the context. Raises ContextTooLong, InvalidRequest."""
         if sampling is None:
             room = [max(1, min(DEFAULT_TOKENS, self.max_model_len - len(ids))) for ids in batch]
             recommended = self._tokenizer.sampling_defaults
@@ -230,6 +231,7 @@ class LLM:
                 raise InvalidRequest(
                     f"{len(params)} sampling parameters were given for {len(batch)} prompts", param="sampling"
                 )
+        params = [checked_sampling(chosen, self._tokenizer) for chosen in params]
         for at, (ids, chosen) in enumerate(zip(batch, params, strict=True)):
             if len(ids) + chosen.max_tokens > self.max_model_len:
                 raise ContextTooLong(

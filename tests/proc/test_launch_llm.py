@@ -156,6 +156,9 @@ def test_a_batch_may_be_larger_than_the_queue(tiny: str):
         ([[1, 2, 999_999]], GREEDY, InvalidRequest),
         ([[]], GREEDY, InvalidRequest),
         (["a", "b"], [GREEDY], InvalidRequest),
+        ("a", SamplingParams(temperature=-1.0), InvalidRequest),
+        ("a", SamplingParams(max_tokens=0), InvalidRequest),
+        ("a", SamplingParams(stop_token_ids=(999_999,)), InvalidRequest),
     ],
 )
 def test_wrong_input_is_refused_before_any_work(split: LLM, prompts, sampling, error):
@@ -205,7 +208,7 @@ def test_one_that_is_left_to_the_end_of_the_program_is_closed_without_a_word(tin
 
 
 def test_a_transport_that_serves_no_pair_is_an_error_with_its_reason(tiny: str):
-    with pytest.raises(EngineFailure, match="'cuda_ipc'.*does not serve"):
+    with pytest.raises(EngineFailure, match=r"'cuda_ipc'.*does not serve"):
         LLM(tiny, prefill=1, decode=1, transport="cuda_ipc", **SMALL)
 
 

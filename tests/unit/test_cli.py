@@ -121,3 +121,17 @@ def test_a_model_given_twice_is_refused():
 def test_an_unknown_variable_is_a_warning():
     result = slipstream("serve", "smollm2", "--prefill", "nowhere", SLIPSTREAM_PAGE_TOKEN="8")
     assert "warning: the environment variable SLIPSTREAM_PAGE_TOKEN is not known" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--temperature", "50"], "temperature must be a number from 0 to 2; 50.0 was given."),
+        (["--top-p", "0"], "top_p must be a number over 0, up to 1; 0.0 was given."),
+        (["--max-tokens", "0"], "max_tokens must be at least 1; 0 was given."),
+        (["--min-p", "nan"], "min_p must be a number from 0 to 1; nan was given."),
+    ],
+)
+def test_sampling_out_of_bounds_is_refused_before_any_work(flags: list[str], sentence: str):
+    result = slipstream("generate", "./no/such/model", "hello", *flags)
+    assert (result.returncode, result.stderr) == (2, f"error: {sentence}\n")

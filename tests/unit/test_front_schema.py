@@ -13,7 +13,7 @@ import pytest
 
 from slipstream.errors import ContextTooLong, InvalidRequest
 from slipstream.front.app import create_app
-from slipstream.front.ask import Ask, answer_tokens, ask_of, messages_of, prompts_of
+from slipstream.front.ask import Ask, answer_tokens, ask_of, checked_sampling, messages_of, prompts_of
 from slipstream.front.schema import (
     ASKS_NOTHING,
     BodyDecoder,
@@ -339,3 +339,34 @@ def test_the_page_lists_every_path_and_every_metric() -> None:
     for family in app.metrics.collect():
         if family.type != "info":
             assert family.name in page
+
+
+# ------------------------------------------------------------------------------------------------- sampling from Python
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -1.0), ("temperature", 2.1), ("temperature", float("nan")), ("top_p", 0.0), ("top_p", 1.5),
+        ("top_k", -2), ("min_p", 1.1), ("repetition_penalty", 0.0), ("presence_penalty", 3.0),
+        ("frequency_penalty", -3.0), ("seed", 1 << 64), ("logit_bias", {65: 101.0}), ("logit_bias", {1 << 30: 1.0}),
+        ("stop_token_ids", (-1,)), ("stop_token_ids", (1 << 30,)), ("max_tokens", 0), ("max_tokens", -1),
+        ("min_tokens", -1), ("min_tokens", 17), ("logprobs", 21), ("prompt_logprobs", -1),
+    ],
+)  # fmt: skip
+def test_parameters_of_python_have_the_bounds_of_the_api(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        checked_sampling(SamplingParams(**{name: value}), TOKENIZER)
+    assert caught.value.param == name.removeprefix("prompt_")
+
+
+def test_what_the_api_refuses_is_refused_in_python_in_the_same_words() -> None:
+    for name, value in (("temperature", 3.5), ("top_p", 1.5), ("min_tokens", -1), ("repetition_penalty", 11.0)):
+        with pytest.raises(InvalidRequest) as caught:
+            checked_sampling(SamplingParams(**{name: value}), TOKENIZER)
+        assert caught.value.message == refused(chat, **{name: value}).message
+
+
+def test_parameters_of_python_reach_a_worker_as_it_takes_them() -> None:
+    assert checked_sampling(SamplingParams(), TOKENIZER) == SamplingParams()
+    assert checked_sampling(SamplingParams(top_k=-1, seed=-1), TOKENIZER) == SamplingParams(seed=(1 << 63) - 1)

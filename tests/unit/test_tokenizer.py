@@ -460,3 +460,9 @@ def test_a_hub_model_that_cannot_be_had_is_told_so(monkeypatch: pytest.MonkeyPat
 def test_a_name_that_is_nothing_is_refused() -> None:
     with pytest.raises(ModelError, match="no model 'nothing-like-this'"):
         load_tokenizer("nothing-like-this")
+
+
+def test_the_bundled_model_is_sampled_as_its_makers_recommend(smollm2: Tokenizer) -> None:
+    assert smollm2.vocab_size > 0  # the package is there
+    assert load_tokenizer("smollm2").sampling_defaults == {"temperature": 0.2, "top_p": 0.9}
+    assert load_tokenizer("smollm2", "smollm2").sampling_defaults == {"temperature": 0.2, "top_p": 0.9}

@@ -11,7 +11,7 @@ import msgspec
 from slipstream import logs
 from slipstream.cli.options import SettingsCommand, find_model, resolve
 from slipstream.config import EngineConfig, FrontConfig, LaunchConfig
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, InvalidRequest
 from slipstream.settings import OFFLINE, Resolved
 from slipstream.types import SamplingParams
 
@@ -21,16 +21,12 @@ from slipstream.types import SamplingParams
 @click.argument("prompt", metavar="PROMPT")
 @click.option("--system", metavar="TEXT", help="System message in front of the prompt.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the model's chat template.")
-@click.option("--max-tokens", type=click.IntRange(1), metavar="N", help="Longest answer.  [default: 256]")
-@click.option(
-    "--temperature", type=click.FloatRange(0.0), metavar="X", help="0 is greedy.  [default: the model's, or 1]"
-)
-@click.option("--top-k", type=click.IntRange(0), metavar="N", help="Choose among the N likeliest; 0 is off.")
-@click.option(
-    "--top-p", type=click.FloatRange(0.0, 1.0, min_open=True), metavar="X", help="Choose among the likeliest."
-)
-@click.option("--min-p", type=click.FloatRange(0.0, 1.0), metavar="X", help="Leave out what is X times less likely.")
-@click.option("--seed", type=click.IntRange(0), metavar="N", help="The same seed gives the same answer.  [default: 0]")
+@click.option("--max-tokens", type=int, metavar="N", help="Longest answer.  [default: 256]")
+@click.option("--temperature", type=float, metavar="X", help="0 is greedy.  [default: the model's, or 1]")
+@click.option("--top-k", type=int, metavar="N", help="Choose among the N likeliest; 0 is off.")
+@click.option("--top-p", type=float, metavar="X", help="Choose among the likeliest that have this share together.")
+@click.option("--min-p", type=float, metavar="X", help="Leave out what is X times less likely.")
+@click.option("--seed", type=int, metavar="N", help="The same seed gives the same answer.  [default: 0]")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the answer before this text.")
 def command(
     model_argument: str, prompt: str, system: str | None, raw: bool, stop: tuple[str, ...], **options: Any
@@ -47,10 +43,24 @@ def command(
     resolved = resolve(OFFLINE, model_argument, options)
     log = resolved.config(FrontConfig)
     logs.set_up("warning" if "log_level" not in resolved.given else log.log_level, log.log_format, "generate")
+    _check(chosen)
     if raw and system:
         raise ConfigError("--system needs the chat template, which --raw leaves out; give one of them.")
     text = sys.stdin.read() if prompt == "-" else prompt
     _answer(resolved, text, system, raw, stop, {name: value for name, value in chosen.items() if value is not None})
+
+
+def _check(chosen: dict[str, Any]) -> None:
+    """Raises ConfigError in the words that the HTTP API has for the same field."""
+    from slipstream.front.schema import check_value
+
+    try:
+        for name, value in chosen.items():
+            check_value(name, value)
+        if chosen["max_tokens"] == 0:
+            raise InvalidRequest("max_tokens must be at least 1; 0 was given")
+    except InvalidRequest as error:
+        raise ConfigError(f"{error.message}.") from error
 
 
 def _answer(

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from slipstream.errors import ContextTooLong, InvalidRequest
-from slipstream.front.schema import MAX_PROMPTS, ChatBody, CompletionBody, GenerationBody, show
+from slipstream.front.schema import MAX_PROMPTS, ChatBody, CompletionBody, GenerationBody, check_value, show
 from slipstream.front.tokenizer import Tokenizer
 from slipstream.types import SamplingParams
 
@@ -142,6 +142,32 @@ def _sampling(
         logprobs=logprobs,
         prompt_logprobs=logprobs if echo else None,
     )
+
+
+CHECKED = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+    "logit_bias", "stop_token_ids", "max_tokens", "min_tokens", "ignore_eos",
+)  # fmt: skip
+
+
+def checked_sampling(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    """The parameters of a caller in Python, held against the bounds of the API's fields, as a worker takes them.
+
+    Raises InvalidRequest.
+    """
+    for name in CHECKED:
+        check_value(name, getattr(params, name))
+    if params.max_tokens < 1:
+        raise InvalidRequest(f"max_tokens must be at least 1; {params.max_tokens} was given", param="max_tokens")
+    if params.min_tokens > params.max_tokens:
+        raise InvalidRequest(
+            f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({params.max_tokens})", param="min_tokens"
+        )
+    for count in (params.logprobs, params.prompt_logprobs):
+        check_value("logprobs", count, CompletionBody)
+    _check_ids(params.stop_token_ids, tokenizer, "stop_token_ids")
+    _check_ids(params.logit_bias, tokenizer, "logit_bias")
+    return msgspec.structs.replace(params, top_k=max(0, params.top_k), seed=params.seed % SEED_SPAN)
 
 
 def _check_ids(ids: Sequence[int] | Mapping[int, float], tokenizer: Tokenizer, param: str) -> None:

@@ -9,7 +9,9 @@ are accepted.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import math
 import re
 import types
 import typing
@@ -227,6 +229,17 @@ def check_unsupported(body: msgspec.Struct) -> None:
             f"{name}: {feature} is not supported by this server; {show(value)} was given, the field must be {instead}",
             param=name,
         )
+
+
+def check_value(name: str, value: Any, kind: type[msgspec.Struct] = GenerationBody) -> None:
+    """Holds a value that did not come in a body against the bounds of the body's field. Raises InvalidRequest."""
+    wrong = isinstance(value, float) and not math.isfinite(value)  # NaN is in all bounds, as no bound is over it
+    with contextlib.suppress(msgspec.ValidationError):
+        if not wrong:
+            msgspec.convert(value, _hints(kind)[name])
+            return
+    shown = str(value) if wrong else show(value)
+    raise InvalidRequest(f"{name} must be {allowed(kind, name)}; {shown} was given", param=name)
 
 
 # ----------------------------------------------------------------------------------------------------------- explaining

@@ -22,10 +22,12 @@ from tokenizers import Tokenizer as Encoder
 from slipstream.errors import InvalidRequest, ModelError
 from slipstream.front import tokenizer_gguf
 from slipstream.front.template import ChatTemplate, Message
-from slipstream.model.files import HUB_ID, locate
+from slipstream.model.files import BUNDLED_MODEL, HUB_ID, locate
 from slipstream.model.gguf import GGUFFile
 
 _HUB_FILES = ("*.json", "*.jinja")
+# What the makers of the bundled model recommend for it; its file carries no such fields.
+BUNDLED_SAMPLING: Mapping[str, float] = {"temperature": 0.2, "top_p": 0.9}
 _SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -318,13 +320,17 @@ def load_tokenizer(model: str, tokenizer: str = "") -> Tokenizer:
 
 def _load(name: str) -> Tokenizer:
     path = _find(name)
-    return tokenizer_from_gguf(path) if path.is_file() else tokenizer_from_folder(path)
+    tokenizer = tokenizer_from_gguf(path) if path.is_file() else tokenizer_from_folder(path)
+    if name == BUNDLED_MODEL:
+        tokenizer.sampling_defaults = {**BUNDLED_SAMPLING, **tokenizer.sampling_defaults}
+    return tokenizer
 
 
 def _sampling_defaults_of(model: str) -> dict[str, float]:
     path = _find(model)
     if path.is_file():
-        return tokenizer_gguf.sampling_defaults(_gguf_metadata(path))
+        found = tokenizer_gguf.sampling_defaults(_gguf_metadata(path))
+        return {**BUNDLED_SAMPLING, **found} if model == BUNDLED_MODEL else found
     return read_sampling_defaults(path)
 
 
