@@ -145,6 +145,7 @@ class Worker:
         self.into: dict[str, Link] = {}
         self.links: list[Link] = []  # all that there ever were
         self._computing = False
+        self._spared = 0  # steps that will not fail
         self._woken = False
         self._inbox: list[Callable[[], None]] = []
 
@@ -187,11 +188,15 @@ class Worker:
         if not self.alive:
             return
         outcome = outcome or self.model.execute(plan)
-        self._computing = False
-        if self.world.rng.random() < self.trouble.step_failures:
+        self._computing = failed = False
+        if self._spared:  # the sequences of a failed step are computed alone, and then succeed
+            self._spared -= 1
+        elif self.world.rng.random() < self.trouble.step_failures:
+            self._spared = plan.sequences
             self.core.step_failed(plan, "the step failed")
             self.model.failed()
-        else:
+            failed = True
+        if not failed:
             self.core.settle(plan, outcome)
         self.deliver()
         inbox, self._inbox = self._inbox, []

@@ -371,20 +371,122 @@ def test_a_lost_router_takes_its_requests_with_it() -> None:
     assert bench.core.idle
 
 
-def test_a_failed_step_fails_its_requests_and_repeats_rows_of_others() -> None:
+def test_a_request_that_fails_twice_has_failed_and_rows_of_others_are_repeated() -> None:
     bench = Bench(max_sequences=2)
     bench.core.submit(request("a"), "router", None)
     plan = bench.plan()
     assert plan is not None
     bench.core.submit(request("b"), "router", None)
     bench.core.step_failed(plan, "out of memory")
+    again = bench.plan()
+    assert again is not None
+    assert again.token_ids.tolist() == plan.token_ids.tolist()
+    bench.core.step_failed(again, "out of memory")
     bench.run()
     failed = bench.others[0]
     assert isinstance(failed, wire.Failed)
     assert (failed.request, failed.code, failed.message, failed.retriable) == (
-        "a", "engine_failure", "out of memory", True,
+        "a", "engine_failure", "out of memory", False,
     )  # fmt: skip
     assert bench.finish("b") == ["length"]
+    assert bench.core.audit().settled
+
+
+def run_with_poison(bench: Bench, poison: int) -> list[list[int]]:
+    """Runs all; a step that holds the token `poison` fails. Returns the tokens of each step."""
+    steps = []
+    while (plan := bench.plan()) is not None:
+        steps.append(plan.token_ids.tolist())
+        if poison in plan.token_ids:
+            bench.core.step_failed(plan, "poisoned")
+            bench.take()
+            assert bench.core.audit().problems == []
+        else:
+            bench.settle(plan)
+    return steps
+
+
+def test_of_a_failed_step_only_the_request_that_fails_alone_has_failed() -> None:
+    bench = Bench(chunk_tokens=16, max_sequences=4)
+    for name, start in (("a", 20), ("bad", 40), ("c", 60)):
+        bench.core.submit(request(name, 4, start=start, max_tokens=6), "router", None)
+    steps = run_with_poison(bench, 43)
+    assert [len(tokens) for tokens in steps[:4]] == [12, 4, 4, 4]  # all, then each by itself
+    assert [(m.request, m.retriable) for m in bench.others if isinstance(m, wire.Failed)] == [("bad", False)]
+    assert (bench.finish("a"), bench.finish("c")) == (["length"], ["length"])
+    assert [len(bench.said(name)) for name in ("a", "c")] == [6, 6]
+    assert bench.core.audit().settled
+
+
+def test_a_failed_step_of_decoding_requests_costs_the_others_nothing() -> None:
+    bench = Bench(chunk_tokens=16)
+    for name, start in (("a", 20), ("bad", 40), ("c", 60)):
+        bench.core.submit(request(name, 4, start=start, max_tokens=6), "router", None)
+    bench.script = [200, 201, 202, 203, 666, 205]  # the second token of `bad` is what the runner cannot compute
+    run_with_poison(bench, 666)
+    assert [m.request for m in bench.others if isinstance(m, wire.Failed)] == ["bad"]
+    assert bench.said("a")[:2] == [200, 203]
+    assert [len(set(bench.said(name))) for name in ("a", "c")] == [6, 6]
+    assert bench.core.audit().settled
+
+
+def test_a_runner_hears_again_of_all_rows_of_a_failed_step() -> None:
+    bench = Bench()
+    bench.core.submit(request("a", 4, presence_penalty=1.0), "router", None)
+    bench.core.submit(request("b", 4, start=50), "router", None)
+    bench.step()
+    plan = bench.plan()
+    assert plan is not None
+    assert plan.new_rows == []
+    bench.core.step_failed(plan, "once")
+    again = bench.plan()
+    assert again is not None
+    assert sorted(row.row for row in again.new_rows) == [0, 1]
+    assert again.new_rows[0].output_ids == [101]
+
+
+def test_a_request_that_is_aborted_after_a_failed_step_is_not_tried_again() -> None:
+    bench = Bench(chunk_tokens=16)
+    for name, start in (("a", 20), ("b", 40)):
+        bench.core.submit(request(name, 4, start=start), "router", None)
+    plan = bench.plan()
+    assert plan is not None
+    bench.core.step_failed(plan, "once")
+    bench.core.abort("a", 0)
+    alone = bench.plan()
+    assert alone is not None
+    assert alone.token_ids.tolist() == [40, 41, 42, 43]
+    assert alone.freed_rows == [plan.rows[0]]  # the runner may have heard of it
+    bench.settle(alone)
+    bench.run()
+    assert bench.said("a") == []
+    assert bench.finish("b") == ["length"]
+    assert bench.core.audit().settled
+
+
+def test_a_request_without_finite_logits_fails_and_the_others_of_its_step_go_on() -> None:
+    bench = Bench(chunk_tokens=16)
+    for name, start in (("a", 20), ("bad", 40), ("c", 60)):
+        bench.core.submit(request(name, 4, start=start), "router", None)
+    bench.script = [200, -1, 202]
+    bench.run()
+    (failed,) = [m for m in bench.others if isinstance(m, wire.Failed)]
+    assert (failed.request, failed.code, failed.retriable) == ("bad", "engine_failure", False)
+    assert "not finite" in failed.message
+    assert (bench.finish("a"), bench.said("bad"), bench.finish("c")) == (["length"], [], ["length"])
+    assert bench.core.audit().settled
+
+
+@pytest.mark.parametrize(("vocab", "token"), [(50, 50), (50, -1), (None, 1 << 31), (None, 1 << 63), (50, 1 << 80)])
+@pytest.mark.parametrize("where", ["prompt_ids", "output_ids"])
+def test_token_ids_that_the_model_does_not_have_are_refused(vocab: int | None, token: int, where: str) -> None:
+    bench = Bench()
+    bench.core = EngineCore(LAYOUT, 33, EngineConfig(max_model_len=64), (EOS,), vocab=vocab)
+    bench.core.submit(msgspec.structs.replace(request(), **{where: [7] * 8 + [token]}), "router", None)
+    failed = refused(bench)
+    assert (failed.code, failed.retriable) == ("invalid_value", False)
+    assert f"{token} was given" in failed.message
+    assert bench.run() == []
     assert bench.core.audit().settled
 
 
@@ -709,3 +811,27 @@ def test_messages_without_a_meaning_are_ignored() -> None:
     assert bench.plan() is None
     assert bench.core.audit().reserved == len(grant.pages)
     assert len(grants(bench)) == 1
+
+
+def test_a_commit_with_token_ids_that_the_model_does_not_have_fails_its_request_alone() -> None:
+    bench = Bench()
+    offer = offer_of()
+    bench.core.from_source("prefill", offer)
+    (grant,) = grants(bench)
+    commit = commit_of(offer, grant.generation)
+    commit.request.prompt_ids[3] = 1 << 40
+    bench.core.from_source("prefill", commit)
+    failed = refused(bench)
+    assert (failed.request, failed.code, failed.retriable) == ("x1", "invalid_value", False)
+    assert bench.run() == []
+    assert bench.core.idle
+    assert bench.core.audit().settled
+
+
+def test_an_offer_of_no_tokens_is_refused() -> None:
+    for length in (0, -8):
+        bench = Bench()
+        offer = msgspec.structs.replace(offer_of(), prompt_len=length, pages_needed=length // 4, block_keys=[])
+        bench.core.from_source("prefill", offer)
+        bench.plan()
+        assert [m.code for m in bench.peer if isinstance(m, wire.Refuse)] == ["engine_failure"]

@@ -19,6 +19,7 @@ from tests.unit.tiny_models import (
     shuffled_tables,
 )
 
+from slipstream.engine.plan import probe_plan
 from slipstream.run.runner import PROMPT_LOGPROB_ROWS, Runner
 from slipstream.types import SamplingParams
 
@@ -150,3 +151,11 @@ def test_prompt_logprobs_cover_the_prompt_in_chunks(runner: Runner, expected: An
         assert logprob is not None
         assert logprob.logprob == pytest.approx(float(wanted[index, tokens[index + 1]]), abs=1e-4)
         assert logprob.top_ids == wanted[index].topk(2).indices.tolist()
+
+
+def test_a_probe_computes_whatever_the_row_of_the_failed_step_held(runner: Runner):
+    table = shuffled_tables(1, 10, 64, seed=0)[0]
+    plan = make_plan([(3, prompt(5), 0, table)], new_rows=[new_row(3, SamplingParams(presence_penalty=1.0))])
+    for _ in range(2):
+        assert runner.execute(probe_plan(plan)).token_ids[0] >= 0
+        runner.execute(plan)

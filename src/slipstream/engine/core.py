@@ -12,6 +12,9 @@ The loop of a worker feeds it what arrives, asks for a plan, has it executed, an
 Events may also come between `schedule` and `settle`; pages of a sequence that ends meanwhile stay held until its step
 is settled. A plan must be settled before the next is asked for.
 
+A step that fails is blamed on nobody: each of its sequences is computed again in a step of its own. One that fails so
+gets engine_failure and is not tried elsewhere, where it would do the same.
+
 Every request that `submit` takes ends with exactly one answer from its owner: a Tokens with `finish`, or Failed; an
 aborted one, and all of a lost router, with none. Handed over to a peer, the peer owns it (it says Adopted first). A
 router that hears from a worker about a request or attempt it has given up sends Abort for it.
@@ -22,11 +25,13 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+import numpy as np
+
 from slipstream import wire
 from slipstream.engine.effects import Effect, Outbox
 from slipstream.engine.incoming import Arrival, Incoming
 from slipstream.engine.outgoing import Outgoing, Owner
-from slipstream.engine.plan import StepOutcome, StepPlan
+from slipstream.engine.plan import IntArray, StepOutcome, StepPlan
 from slipstream.engine.rows import RowTable
 from slipstream.engine.scheduler import Claim, Scheduler, Verdict
 from slipstream.engine.sequence import Phase, Sequence
@@ -47,13 +52,15 @@ class _Flight:
     step: int
     decodes: list[Sequence]
     chunks: list[tuple[Sequence, int]]
+    again: bool  # one sequence of a step that has failed, by itself
 
 
 class EngineCore:
     """One worker's requests, pages and transfers. Used by one thread.
 
     `pages` counts the scratch page. `headroom_tokens` of growth are kept free for every sequence that decodes or will
-    soon when new work is admitted. `step_tokens` bounds the tokens of a plan: `chunk_tokens`, or one for each decoding
+    soon when new work is admitted. `vocab` is the number of token ids the model has; requests that hold others are
+    refused. `step_tokens` bounds the tokens of a plan: `chunk_tokens`, or one for each decoding
     sequence and a page of prompt where that is more.
     """
 
@@ -65,6 +72,7 @@ class EngineCore:
         eos_ids: tuple[int, ...],
         *,
         headroom_tokens: int = 64,
+        vocab: int | None = None,
     ) -> None:
         self.page_tokens = layout.page_tokens
         self.max_model_len = settings.max_model_len or (pages - 1) * layout.page_tokens
@@ -76,7 +84,7 @@ class EngineCore:
         self._eos_ids = eos_ids
         self._index = PrefixIndex()
         self._account = PageAccount(pages, self._index)
-        self._terms = Terms(self.page_tokens, self._account.total, self.max_model_len, settings.max_waiting)
+        self._terms = Terms(self.page_tokens, self._account.total, self.max_model_len, settings.max_waiting, vocab)
         table_width = -(-self.max_model_len // self.page_tokens)
         self._rows = RowTable(settings.max_sequences, table_width, self.page_tokens, eos_ids)
         self._outbox = Outbox()
@@ -107,6 +115,7 @@ class EngineCore:
         self._ending: set[Sequence] = set()  # ended, but a step or a copy still uses their pages
         self._step = 0
         self._flight: _Flight | None = None
+        self._suspects: list[tuple[Sequence, int]] = []  # of a failed step, with their tokens in it; computed alone
         self._futile: tuple[int, int, bool] | None = None  # where admission found nothing more to do
 
     # --------------------------------------------------------------------------------------------------- from routers
@@ -190,18 +199,39 @@ class EngineCore:
     def schedule(self) -> StepPlan | None:
         """The next step; None when there is nothing to compute now. Also decides which offers are granted."""
         assert self._flight is None, "the previous step has not been settled"
+        suspect = self._next_suspect()
+        if suspect is not None:
+            return self._plan(*suspect, again=True)
         decodes, decode_rows = self._scheduler.begin()
         self._admit()
         chunks = self._scheduler.take_chunks()
-        if not decodes and not chunks:
-            return None
+        return self._plan(decodes, decode_rows, chunks) if decodes or chunks else None
+
+    def _next_suspect(self) -> tuple[list[Sequence], IntArray, list[tuple[Sequence, int]]] | None:
+        """The next sequence of a failed step, alone; its row and pages are still those of that step."""
+        while self._suspects:
+            sequence, count = self._suspects.pop()
+            if sequence.phase is Phase.DECODE:
+                return [sequence], np.array([sequence.row]), []
+            if sequence.phase is Phase.PREFILL:
+                return [], np.zeros(0, dtype=np.int64), [(sequence, count)]
+        return None
+
+    def _plan(
+        self,
+        decodes: list[Sequence],
+        decode_rows: IntArray,
+        chunks: list[tuple[Sequence, int]],
+        *,
+        again: bool = False,
+    ) -> StepPlan:
         self._step += 1
         plan = self._rows.plan(self._step, decode_rows, chunks)
         for sequence in decodes:
             sequence.in_flight = True
         for sequence, _ in chunks:
             sequence.in_flight = True
-        self._flight = _Flight(self._step, decodes, chunks)
+        self._flight = _Flight(self._step, decodes, chunks, again)
         return plan
 
     def _admit(self) -> None:
@@ -249,14 +279,15 @@ class EngineCore:
             raise ValueError(f"outcome of step {outcome.step} given for step {plan.step}")
         tokens = outcome.token_ids.tolist()
         logprobs = outcome.logprobs
+        unsound = set(np.flatnonzero(plan.sample & (outcome.token_ids < 0)).tolist())
         for i, sequence in enumerate(flight.decodes):
-            if self._back(sequence):
+            if self._back(sequence) and not (i in unsound and self._unsound(sequence)):
                 sequence.computed += 1
                 if sequence.computed % self.page_tokens == 0:
                     self._scheduler.register(sequence)
                 self._next_token(sequence, tokens[i], logprobs[i])
         for i, (sequence, count) in enumerate(flight.chunks, len(flight.decodes)):
-            if self._back(sequence):
+            if self._back(sequence) and not (i in unsound and self._unsound(sequence)):
                 if i in plan.prompt_logprobs:
                     self._keep_prompt_logprobs(sequence, outcome.prompt_logprobs[i])
                 sequence.computed += count
@@ -266,17 +297,27 @@ class EngineCore:
                 else:
                     self._prompt_done(sequence, tokens[i], logprobs[i])
 
+    def _unsound(self, sequence: Sequence) -> bool:
+        """Fails a sequence for which the model has computed no numbers."""
+        reason = "the model's logits are not finite for this prompt; the weights or the chosen dtype do not suit it"
+        self._fail(sequence, "engine_failure", reason, retriable=False)
+        return True
+
     def step_failed(self, plan: StepPlan, reason: str) -> None:
-        """The plan could not be executed: its sequences fail, and may be tried elsewhere.
+        """The plan could not be executed: its sequences are computed again one by one; one that was has failed.
 
         The next plan repeats what this one said of rows that are still in use, so a runner takes a new row for one it
         may know already, and a freed one that it does not know.
         """
         flight = self._land(plan)
-        for sequence in flight.decodes + [s for s, _ in flight.chunks]:
-            if self._back(sequence):
-                self._fail(sequence, "engine_failure", reason)
         self._rows.retell(plan)
+        tried = [*((s, 0) for s in flight.decodes), *flight.chunks]
+        there = [(sequence, count) for sequence, count in tried if self._back(sequence)]
+        if flight.again:
+            for sequence, _ in there:
+                self._fail(sequence, "engine_failure", reason, retriable=False)
+        else:
+            self._suspects += reversed(there)
 
     def _land(self, plan: StepPlan) -> _Flight:
         flight = self._flight
@@ -337,6 +378,11 @@ class EngineCore:
             self._end(known, "superseded")
         root = root_key(self._fingerprint, request.cache_salt)
         sequence = Sequence(request, commit.router, None, arrival.key[1], root, self._eos_ids, self.max_model_len)
+        foreign = self._terms.foreign(sequence)
+        if foreign is not None:
+            self._account.drop(arrival.pages)
+            self._answer_failed(sequence, *foreign)
+            return
         sequence.pages = arrival.pages
         sequence.keys = list(arrival.handoff.offer.block_keys)
         sequence.computed = len(sequence.tokens) - 1
@@ -350,10 +396,10 @@ class EngineCore:
         if sequence.phase is not Phase.ENDED:
             self._forget(sequence)
 
-    def _fail(self, sequence: Sequence, code: str, message: str) -> None:
+    def _fail(self, sequence: Sequence, code: str, message: str, *, retriable: bool = True) -> None:
         """Answers for a request that cannot go on here, unless it has ended."""
         if sequence.phase is not Phase.ENDED:
-            self._answer_failed(sequence, code, message, retriable=True)
+            self._answer_failed(sequence, code, message, retriable)
             self._end(sequence, code)
 
     def _outgrown(self, sequence: Sequence) -> None:
@@ -405,6 +451,7 @@ class EngineCore:
 
     @property
     def preemptions(self) -> int:
+        """How often a sequence has given up its pages to be computed again, since the start."""
         return self._scheduler.preemptions
 
     def page_state(self, page: int) -> PageState:

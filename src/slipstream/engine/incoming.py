@@ -112,6 +112,8 @@ class Incoming:
 
     def _never(self, offer: wire.Offer, limit: int) -> tuple[str, str] | None:
         page_tokens = self._page_tokens
+        if offer.prompt_len < 1:
+            return "engine_failure", f"{offer.prompt_len} tokens offered; at least one is needed"
         if offer.pages_needed != -(-offer.prompt_len // page_tokens):
             return "engine_failure", f"{offer.pages_needed} pages offered for {offer.prompt_len} tokens"
         if len(offer.block_keys) not in (0, offer.prompt_len // page_tokens):

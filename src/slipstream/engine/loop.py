@@ -5,9 +5,13 @@ request, a peer's message, a finished copy) is a function of the core put into `
 elsewhere (messages, copies) is an effect that the core hands out, delivered after scheduling, so that an offer leaves
 before its first chunk computes, and again after the step.
 
-A step that raises fails the sequences in it, which wrote to no pages but their own; the others go on. Several in a row
-mean that the device or the program is broken: the loop reports it and ends, links close, and the router continues the
-requests elsewhere.
+A step that raises has harmed no pages but those of its sequences, so the core finds by trying them one by one which of
+them cannot be computed, and fails that one. Before that the loop asks the device for a step that no request has a part
+in. When that raises too the device or the program is broken: the loop reports it and ends, links close, and the router
+continues the requests elsewhere.
+
+An event that raises (a peer that breaks the protocol, a bug) is logged and counted, and the loop goes on: ending the
+worker would fail all requests for the sake of one message.
 """
 
 from __future__ import annotations
@@ -21,11 +25,9 @@ from typing import Protocol
 
 from slipstream.engine.core import EngineCore
 from slipstream.engine.effects import Effect
-from slipstream.engine.plan import StepOutcome, StepPlan
+from slipstream.engine.plan import StepOutcome, StepPlan, probe_plan
 
 logger = logging.getLogger(__name__)
-
-FATAL_FAILURES = 3  # steps in a row that raise before the worker gives up
 
 Event = Callable[[EngineCore], None]
 
@@ -41,7 +43,7 @@ class EngineLoop:
 
     `deliver` gets the effects of the core, in order; `on_step` is told of each finished step with its seconds, for
     metrics; `on_failure` is called once when the loop ends by an error. All three are called on the loop thread and
-    must not wait.
+    must not wait. `failed_events` and `failed_steps` count what raised.
     """
 
     def __init__(
@@ -59,7 +61,8 @@ class EngineLoop:
         self._deliver = deliver
         self._on_step = on_step
         self._on_failure = on_failure
-        self._failures = 0
+        self.failed_events = 0
+        self.failed_steps = 0
         self._thread = threading.Thread(target=self._run, name="slipstream-loop", daemon=True)
 
     def start(self) -> None:
@@ -93,13 +96,11 @@ class EngineLoop:
         try:
             outcome = self._runner.execute(plan)
         except Exception as error:
-            self._failures += 1
-            if self._failures >= FATAL_FAILURES:
-                raise
-            logger.exception("step %d failed", plan.step)
+            self.failed_steps += 1
+            logger.exception("step %d of %d sequences failed", plan.step, plan.sequences)
+            self._runner.execute(probe_plan(plan))
             self.core.step_failed(plan, f"the step failed: {type(error).__name__}: {error}")
             return
-        self._failures = 0
         self.core.settle(plan, outcome)
         self._on_step(plan, time.perf_counter() - started)
 
@@ -108,8 +109,15 @@ class EngineLoop:
         try:
             event = self.inbox.get(block=wait)
             while event is not None:
-                event(self.core)
+                self._apply(event)
                 event = self.inbox.get_nowait()
         except queue.Empty:
             return True
         return False
+
+    def _apply(self, event: Event) -> None:
+        try:
+            event(self.core)
+        except Exception:
+            self.failed_events += 1
+            logger.exception("an event failed and was left out; this worker goes on")

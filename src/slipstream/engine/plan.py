@@ -62,9 +62,33 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What a step produced, in the order of its plan."""
+    """What a step produced, in the order of its plan.
+
+    A token of -1 where the plan says `sample` means that the model's logits for this sequence are not finite: it has
+    failed, the others have not.
+    """
 
     step: int
-    token_ids: IntArray  # [S]; -1 where nothing was sampled
+    token_ids: IntArray  # [S]; -1 where nothing was or could be sampled
     logprobs: list[Logprob | None]  # [S]; None unless asked for
     prompt_logprobs: dict[int, list[Logprob | None]] = field(default_factory=dict)
+
+
+def probe_plan(failed: StepPlan) -> StepPlan:
+    """A step that no input can spoil: one token in the scratch page, sampled. For asking a device whether it works.
+
+    It borrows a row of the failed plan, whose state the next plan says again.
+    """
+    row = int(failed.rows[0])
+    zero: IntArray = np.zeros(1, dtype=np.int64)
+    return StepPlan(
+        step=failed.step,
+        token_ids=zero,
+        positions=zero,
+        query_start=np.array([0, 1]),
+        context_lens=np.array([1]),
+        block_tables=np.zeros((1, 1), dtype=np.int64),
+        rows=np.array([row]),
+        sample=np.ones(1, dtype=np.bool_),
+        new_rows=[NewRow(row, SamplingParams(), [], [], (), 0)],
+    )

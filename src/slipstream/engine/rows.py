@@ -27,6 +27,7 @@ class RowTable:
         self._holders: dict[int, Sequence] = {}
         self._new: dict[int, Sequence] = {}  # the runner has not heard of them
         self._freed: list[int] = []
+        self._doubtful: set[int] = set()  # rows among the new ones that the runner may have heard of
 
     @property
     def free(self) -> int:
@@ -51,12 +52,15 @@ class RowTable:
             return
         self._free.append(row)
         del self._holders[row]
-        if self._new.pop(row, None) is None:
+        if self._new.pop(row, None) is None or row in self._doubtful:
             self._freed.append(row)
 
     def retell(self, plan: StepPlan) -> None:
-        """The runner may not have heard what this plan said of rows: the next one says it again."""
-        self._new |= {new.row: self._holders[new.row] for new in plan.new_rows if new.row in self._holders}
+        """The runner may not have heard what this plan said of rows, or have counted tokens that nobody got: the next
+        plan says it again, of all rows in this one."""
+        rows = [*(new.row for new in plan.new_rows), *plan.rows.tolist()]
+        self._new |= {row: self._holders[row] for row in rows if row in self._holders}
+        self._doubtful = set(self._new)
         self._freed = sorted({*self._freed, *plan.freed_rows})
 
     def add_page(self, sequence: Sequence, page: int) -> None:
@@ -78,6 +82,7 @@ class RowTable:
         new_rows = [self._new_row(sequence) for sequence in self._new.values()]
         freed, self._freed = self._freed, []
         self._new.clear()
+        self._doubtful = set()
         contexts = self.length[decode_rows]
         tokens, positions, rows = self.last_token[decode_rows], contexts - 1, decode_rows
         counts = np.ones(len(rows), dtype=np.int64)

@@ -7,6 +7,8 @@ from typing import Protocol
 
 from slipstream.engine.sequence import Sequence
 
+INT32 = 1 << 31
+
 
 class EngineNumbers(Protocol):
     """What the core reads of `config.EngineConfig`; `max_model_len` 0 means what the pool holds."""
@@ -33,6 +35,15 @@ class Terms:
     pages: int
     max_model_len: int
     max_waiting: int
+    vocab: int | None = None  # number of token ids; None: whatever an int32 holds
+
+    def foreign(self, sequence: Sequence) -> tuple[str, str] | None:
+        """(error code, message) where the request holds token ids that the model does not have."""
+        size = INT32 if self.vocab is None else self.vocab
+        if min(sequence.tokens, default=0) >= 0 and max(sequence.tokens, default=0) < size:
+            return None
+        bad = next(token for token in sequence.tokens if not 0 <= token < size)
+        return "invalid_value", f"token ids are 0 to {size - 1} here; {bad} was given. Send ids of the served model"
 
     def refusal(self, sequence: Sequence, waiting: int, draining: bool) -> tuple[str, str] | None:
         """(error code, message) where the request cannot be taken, now or ever; None where it can."""
@@ -41,6 +52,8 @@ class Terms:
             return "no_workers", "this worker is draining and takes no more requests"
         if not sequence.request.prompt_ids:
             return "invalid_value", "the prompt has no tokens; give at least one"
+        if (foreign := self.foreign(sequence)) is not None:
+            return foreign
         if tokens >= self.max_model_len:
             return (
                 "context_length_exceeded",

@@ -1,0 +1,113 @@
+"""The engine's loop: what a failing step, a broken device and a failing event end, and what they do not."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from tests.unit.test_core import EOS, LAYOUT, request
+
+from slipstream import wire
+from slipstream.config import EngineConfig
+from slipstream.engine.core import EngineCore
+from slipstream.engine.effects import Effect, ToRouter
+from slipstream.engine.loop import EngineLoop
+from slipstream.engine.plan import StepOutcome, StepPlan
+from slipstream.types import Request
+
+PATIENCE_S = 20.0
+
+
+class PoisonedRunner:
+    """Answers 100 to everything; raises for steps that hold a token of `poison`, and for all when `broken`."""
+
+    def __init__(self, poison: set[int]) -> None:
+        self.poison = poison
+        self.broken = False
+
+    def execute(self, plan: StepPlan) -> StepOutcome:
+        if self.broken or self.poison & set(plan.token_ids.tolist()):
+            raise RuntimeError("the kernel failed")
+        return StepOutcome(plan.step, np.where(plan.sample, 100, -1), [None] * plan.sequences)
+
+
+class Work:
+    """A running loop; `ended` gets (request, code) of each that has ended, `failures` what ended the loop."""
+
+    def __init__(self, *poison: int) -> None:
+        numbers = EngineConfig(page_tokens=4, chunk_tokens=64, max_sequences=16, max_model_len=64)
+        self.ended: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self.failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+        self.runner = PoisonedRunner(set(poison))
+        self.loop = EngineLoop(
+            EngineCore(LAYOUT, 65, numbers, (EOS,)),
+            self.runner,
+            deliver=self._deliver,
+            on_step=lambda plan, seconds: None,
+            on_failure=self.failures.put,
+        )
+
+    def _deliver(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case ToRouter(_, wire.StepOutput(tokens=tokens)):
+                    for news in tokens:
+                        if news.finish is not None:
+                            self.ended.put((news.request, news.finish))
+                case ToRouter(_, wire.Failed(request=name, code=code)):
+                    self.ended.put((name, code))
+
+    def submit(self, *requests: Request) -> None:
+        for one in requests:
+            self.loop.post(_submission(one))
+
+    def ends(self, count: int) -> dict[str, str]:
+        return dict(self.ended.get(timeout=PATIENCE_S) for _ in range(count))
+
+
+def _submission(one: Request) -> Callable[[EngineCore], None]:
+    return lambda core: core.submit(one, "router")
+
+
+def test_requests_that_cannot_be_computed_end_neither_the_others_nor_the_worker() -> None:
+    work = Work(13, 23, 33, 43, 53)
+    bad = [request(f"bad{start}", 4, start=start) for start in (10, 20, 30, 40, 50)]
+    good = [request(f"good{start}", 4, start=start) for start in (60, 70, 80)]
+    work.submit(*bad, *good)
+    work.loop.start()
+    ends = work.ends(8)
+    work.submit(request("later", 4, start=90))
+    assert work.ends(1) == {"later": "length"}
+    work.loop.stop()
+    assert ends == {r.id: "engine_failure" for r in bad} | {r.id: "length" for r in good}
+    assert work.failures.empty()
+    assert work.loop.failed_steps > len(bad)
+    assert work.loop.core.audit().settled
+
+
+def test_a_device_that_can_compute_nothing_ends_the_loop_and_blames_no_request() -> None:
+    work = Work()
+    work.runner.broken = True
+    work.submit(request("a", 4), request("b", 4, start=50))
+    work.loop.start()
+    assert str(work.failures.get(timeout=PATIENCE_S)) == "the kernel failed"
+    work.loop.stop()
+    assert work.ended.empty()
+
+
+def test_an_event_that_raises_is_logged_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(core: EngineCore) -> None:
+        raise OverflowError("int too large")
+
+    work = Work()
+    work.loop.start()
+    work.submit(request("before", 4))
+    work.loop.post(fail)
+    work.submit(request("after", 4, start=50))
+    assert work.ends(2) == {"before": "length", "after": "length"}
+    work.loop.stop()
+    assert work.loop.failed_events == 1
+    assert "int too large" in caplog.text
+    assert work.failures.empty()
