@@ -10,11 +10,14 @@ import pytest
 import torch
 from tests.unit.tiny_models import load_model, make_plan, make_runner, new_row, shuffled_tables, tiny_model
 
+from slipstream.config import EngineConfig
 from slipstream.run.cuda.graphs import graph_sizes
 from slipstream.run.cuda.inputs import DecodeInputs, MixedInputs
-from slipstream.run.cuda.ops import decode_splits
+from slipstream.run.cuda.memory import step_bytes
+from slipstream.run.cuda.ops import LAID_OUT_BYTES, decode_splits
 from slipstream.run.cuda.runner import CudaRunner, wants_most_likely
 from slipstream.run.cuda.twins import TorchOps
+from slipstream.run.device import GPU_RESERVE_BYTES, pool_pages
 from slipstream.run.runner import Runner
 from slipstream.types import SamplingParams
 
@@ -151,3 +154,16 @@ def test_columns_of_steps_arrive_where_kernels_look():
     assert columns.token_ids.tolist() == [5, 6, 0, 0]
     assert columns.lengths.tolist() == [21, 4, 1, 1]
     assert columns.tables[: 4 * 3].tolist() == [1, 2, 3, 4] + [0] * 8
+
+
+def test_room_is_left_for_the_largest_step(monkeypatch: pytest.MonkeyPatch, folder: Path):
+    config = load_model(folder).config
+    layout = config.layout(16, "bfloat16")
+    needed = step_bytes(config, 2, 8192, 256)
+    assert needed > step_bytes(config, 2, 512, 256) > step_bytes(config, 2, 512, 1) > LAID_OUT_BYTES
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 << 30, 100 << 30))
+    engine, gpu = EngineConfig(mem_fraction=0.999), torch.device("cuda", 0)
+    left = (100 << 30) - pool_pages(engine, layout, gpu, needed) * layout.page_bytes
+    assert needed + GPU_RESERVE_BYTES <= left < needed + GPU_RESERVE_BYTES + layout.page_bytes
+    modest = EngineConfig(mem_fraction=0.5)
+    assert pool_pages(modest, layout, gpu, needed) == (50 << 30) // layout.page_bytes

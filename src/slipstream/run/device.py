@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CPU_POOL_TOKENS = 32768  # default of a CPU worker, when memory allows
 CPU_POOL_SHARE = 0.25  # of free memory, at most: several workers share a machine
-GPU_RESERVE_BYTES = 512 << 20  # left for activations and the runtime's own needs
+GPU_RESERVE_BYTES = 1 << 30  # left for compiled code, graphs and the runtime's own needs
 UUID = re.compile(r"(GPU-)?[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 
 
@@ -108,11 +108,12 @@ def free_bytes(device: torch.device) -> int | None:
     return available_bytes()
 
 
-def pool_pages(engine: EngineConfig, layout: KVLayout, device: torch.device) -> int:
+def pool_pages(engine: EngineConfig, layout: KVLayout, device: torch.device, step_bytes: int = 0) -> int:
     """Pages of the KV pool, one scratch page included; asked for when the weights are already in memory.
 
-    `kv_tokens` is obeyed when given. Otherwise a GPU gives what `mem_fraction` of its memory leaves, and a CPU a modest
-    pool: room for a whole context and for CPU_POOL_TOKENS, within CPU_POOL_SHARE of free memory.
+    `kv_tokens` is obeyed when given. Otherwise a GPU gives what `mem_fraction` of its memory leaves, but always leaves
+    `step_bytes` for the activations of steps, and a CPU a modest pool: room for a whole context and for
+    CPU_POOL_TOKENS, within CPU_POOL_SHARE of free memory.
 
     Raises PoolTooSmall when not even one page of tokens fits.
     """
@@ -121,7 +122,7 @@ def pool_pages(engine: EngineConfig, layout: KVLayout, device: torch.device) -> 
     free = free_bytes(device)
     if device.type == "cuda":
         total = torch.cuda.mem_get_info(device)[1]
-        room = int((free or 0) - (1.0 - engine.mem_fraction) * total) - GPU_RESERVE_BYTES
+        room = int((free or 0) - max((1.0 - engine.mem_fraction) * total, step_bytes + GPU_RESERVE_BYTES))
         pages = room // layout.page_bytes
     else:
         pages = layout.pages_for(max(CPU_POOL_TOKENS, engine.max_model_len)) + 1

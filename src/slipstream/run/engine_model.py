@@ -63,7 +63,14 @@ class OpenedModel:
     @property
     def pool_pages(self) -> int:
         """Pages that a pool may have now, one scratch page included."""
-        return pool_pages(self.engine, self.layout, self.device)
+        if self.device.type == "cpu":
+            return pool_pages(self.engine, self.layout, self.device)
+        from slipstream.run.cuda.memory import step_bytes
+
+        sequences = self.engine.max_sequences
+        tokens = max(self.engine.chunk_tokens, sequences + self.engine.page_tokens)
+        needed = step_bytes(self.config, self.placement.dtype.itemsize, tokens, sequences)
+        return pool_pages(self.engine, self.layout, self.device, needed)
 
     def allocate_pool(self, probe_bytes: int) -> Pool:
         """The KV pool, in host or device memory. Raises PoolTooSmall."""

@@ -79,13 +79,14 @@ class DecodeGraphs:
         self._inputs.columns.width_at.fill_(1)
         torch.cuda.synchronize(device)
         for size in reversed(self.sizes):
+            graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(stream):
                 self._compute(size)
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            # Other threads (the mover of KV pages) may call CUDA meanwhile.
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                stream.synchronize()
+                # Other threads (the mover of KV pages) may call CUDA meanwhile.
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 self._compute(size)
+                graph.capture_end()
             self._replay[size] = graph.replay
         torch.cuda.synchronize(device)
         logger.info(
