@@ -37,6 +37,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "front": FrontConfig,
     "launch": LaunchConfig,
 }
+SIMILAR = 0.75  # how alike (0 to 1) two names must be for one to be taken for a slip of the other
 WORKER_SPECS = ("prefill", "decode", "both")  # settings of the launch section
 TRUE = ("true", "yes", "on", "1")
 FALSE = ("false", "no", "off", "0")
@@ -270,13 +271,15 @@ def resolve(
 
 def _from_environment(scope: Scope, environment: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     known = {setting.variable for setting in SETTINGS} | {CONFIG_VARIABLE}
+    names = {name.removeprefix(PREFIX) for name in known}  # the prefix alone would make all of them alike
     given: dict[str, Any] = {}
     for setting in scope:
         text = environment.get(setting.variable)
         if text is not None:
             given[setting.name] = setting.parse(text, setting.variable)
     warnings = [
-        f"the environment variable {name} is not known to slipstream{nearest(name, known)}"
+        f"the environment variable {name} is not known to slipstream"
+        + nearest(name.removeprefix(PREFIX), names).replace("mean ", f"mean {PREFIX}")
         for name in sorted(environment)
         if name.startswith(PREFIX) and name not in known
     ]
@@ -298,7 +301,7 @@ def _from_file(scope: Scope, path: str) -> dict[str, Any]:
             given.update(_from_section(scope, path, key, value))
         elif key not in names:
             hint = nearest(key, names | set(SECTIONS))
-            raise ConfigError(f"{path}: there is no setting or section {key!r}{hint}.")
+            raise ConfigError(f"{path}: there is no setting or section {key!r}{hint or '.'}")
         elif key in scope:
             given[key] = scope[key].check(value, f"{path}: {key}")
     return given
@@ -309,15 +312,15 @@ def _from_section(scope: Scope, path: str, section: str, values: Mapping[str, An
     given: dict[str, Any] = {}
     for name, value in values.items():
         if name not in names:
-            raise ConfigError(f"{path}: section [{section}] has no setting {name!r}{nearest(name, names)}.")
+            raise ConfigError(f"{path}: section [{section}] has no setting {name!r}{nearest(name, names) or '.'}")
         if name in scope and scope[name].section == section:
             given[name] = scope[name].check(value, f"{path}: [{section}] {name}")
     return given
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the X in `known` that is most like `name`, "" when none is."""
-    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
+    """`; did you mean X?` for the X in `known` that is most like `name`, "" when none is close."""
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=SIMILAR)
     return f"; did you mean {close[0]}?" if close else ""
 
 

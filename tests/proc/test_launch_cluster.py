@@ -142,6 +142,19 @@ def test_one_decoder_more_is_asked_for_by_one_flag(tiny: str):
         assert server.ready()
 
 
+def test_with_json_logs_one_event_says_that_it_is_ready_and_for_what(tiny: str):
+    program = Program("serve", tiny, "--port", "0", *SMALL, "--log-format", "json")
+    try:
+        event = json.loads(program.says(r'(?m)^\{.*"message":"ready".*\}$')[0])
+        assert event["model"] == "smollm2"
+        assert 0 < event["context"] <= 1024
+        assert event["workers"] == 2
+        assert Server(event["url"]).ready()
+    finally:
+        program.process.terminate()
+        program.ends()
+
+
 def test_a_cluster_with_an_api_key_comes_together_and_asks_for_it(tiny: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SLIPSTREAM_API_KEY", "s3cret")
     program = Program("serve", tiny, "--port", "0", *SMALL)

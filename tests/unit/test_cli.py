@@ -135,3 +135,18 @@ def test_an_unknown_variable_is_a_warning():
 def test_sampling_out_of_bounds_is_refused_before_any_work(flags: list[str], sentence: str):
     result = slipstream("generate", "./no/such/model", "hello", *flags)
     assert (result.returncode, result.stderr) == (2, f"error: {sentence}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["topology", "--help"], "there is no command 'topology'; did you mean 'topo'?"),
+        (["topology"], "there is no command 'topology'; did you mean 'topo'?"),
+        (["flavour", "--help"], "there is no command 'flavour'; there are serve, worker, router"),
+    ],
+)
+def test_a_word_that_is_no_command_does_not_show_the_help_of_serve(words: list[str], said: str):
+    result = slipstream(*words)
+    assert result.returncode == 2
+    assert said in result.stderr
+    assert result.stdout == ""

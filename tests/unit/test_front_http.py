@@ -11,7 +11,12 @@ from tests.unit.front_house import EOS, MESSAGES, house, saying
 
 from slipstream.config import FrontConfig
 from slipstream.errors import EngineFailure, NoWorkers, QueueFull
-from slipstream.front.scripted import Stage, byte_tokenizer
+from slipstream.front.answer import Answer
+from slipstream.front.ask import Telling
+from slipstream.front.metrics import FrontMetrics
+from slipstream.front.record import LINES_A_SECOND, Record
+from slipstream.front.scripted import ScriptedRouter, Stage, byte_tokenizer
+from slipstream.front.shapes import CompletionShape
 from slipstream.types import Logprob
 
 # ----------------------------------------------------------------------------------------------------- whole answers
@@ -367,3 +372,37 @@ async def test_no_other_site_may_read_answers() -> None:
         assert not [name for name in headers if name.startswith("access-control")]
         status, _, _ = await h.request("OPTIONS", "/v1/completions", origin="http://elsewhere.example")
         assert status == 405
+
+
+# ------------------------------------------------------------------------------------------------------------ the log
+
+
+async def test_each_answer_is_one_line_with_its_request_id(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="slipstream.front.record")
+    async with house(saying("abc", cached=5)) as h:
+        await h.client.chat.completions.create(
+            model="scripted", messages=MESSAGES, extra_headers={"X-Request-ID": "mine-1"}
+        )
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "slipstream.front.record"]
+    assert line.startswith("request mine-1: scripted, ")
+    assert "(5 cached), 4 tokens, first after " in line
+    assert line.endswith("s in all: stop")
+
+
+async def test_a_flood_of_answers_is_not_a_flood_of_lines(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="slipstream.front.record")
+    record = Record()
+    shape = CompletionShape("cmpl-1", 0, "m", Telling(), byte_tokenizer())
+    answer = Answer(
+        shape=shape,
+        telling=shape.telling,
+        tokenizer=shape.tokenizer,
+        backend=ScriptedRouter(saying("")),
+        metrics=FrontMetrics(),
+        started=0.0,
+    )
+    asked = 10 * LINES_A_SECOND
+    for number in range(asked):
+        record.request(f"r{number}", "m", answer)
+    lines = [entry for entry in caplog.records if entry.name == "slipstream.front.record"]
+    assert 0 < len(lines) <= asked // 2  # even if a second begins in between, and then some

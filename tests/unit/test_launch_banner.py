@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shlex
 
+from rich.console import Console
+
 from slipstream.launch.banner import Member, Route, banner, curl_line, why_no_route
+from slipstream.launch.display import Display
 
 URL = "http://127.0.0.1:8000"
 
@@ -80,3 +84,15 @@ def test_a_pair_that_works_or_is_not_measured_yet_is_no_reason_to_give_up():
     assert why_no_route([member("p", "prefill", failed, works), *decoders]) == ""
     assert why_no_route([member("p", "prefill", failed), *decoders]) == ""
     assert why_no_route([member("both-0", "both")]) == ""
+
+
+def test_the_table_of_the_start_shows_a_route_without_the_ways_not_taken():
+    console = Console(file=io.StringIO(), force_terminal=True, width=200)
+    display = Display(["prefill-0"], "text", table=True, console=console)
+    route = "route to decode-0: shm, 4.9 GB/s, 283 us; not cuda_ipc: here: it moves memory of GPUs"
+    display.line("prefill-0", f"20:57:22.134 engine.peers: {route}")
+    table = io.StringIO()
+    Console(file=table, width=200).print(display._table())
+    display.close()
+    assert "route to decode-0: shm, 4.9 GB/s, 283 us" in table.getvalue()
+    assert "cuda_ipc" not in table.getvalue()

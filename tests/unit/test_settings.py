@@ -195,3 +195,10 @@ def test_workers_may_be_counted_by_a_number_in_the_file(toml):
 def test_no_other_number_stands_for_a_text(toml, line):
     with pytest.raises(ConfigError, match="is not possible"):
         resolve(SERVE, {}, environment={}, config_file=toml(line + "\n"))
+
+
+def test_only_a_name_that_is_close_is_suggested(toml):
+    known = refusal(SERVE, {}, environment={}, config_file=toml("page_token = 1\n"))
+    assert known.endswith("'page_token'; did you mean page_tokens?")
+    assert refusal(SERVE, {}, environment={}, config_file=toml("flavour = 1\n")).endswith("'flavour'.")
+    assert "did you mean" not in resolve(SERVE, {}, environment={"SLIPSTREAM_FLAVOUR": "1"}).warnings[0]

@@ -44,7 +44,7 @@ class Commands(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in ("--help", "-h", "--version") and args[0] not in COMMANDS:
-            _refuse_misspelt_command(ctx, args[0])
+            _refuse_misspelt_command(ctx, args)
             args = [DEFAULT_COMMAND, *args]
         return super().parse_args(ctx, args)
 
@@ -53,11 +53,20 @@ class Commands(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
 
-def _refuse_misspelt_command(ctx: click.Context, word: str) -> None:
-    """A word close to a command's name, with nothing of that name on disk, was hardly meant as a model."""
-    close = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.75)
-    if close and not os.path.exists(word):
+def _refuse_misspelt_command(ctx: click.Context, args: list[str]) -> None:
+    """A word close to a command's name, with nothing of that name on disk, was hardly meant as a model.
+
+    A longer form of a name (`topology`) is close, and so is anything whose help is asked for: models have none.
+    """
+    word = args[0]
+    if word.startswith("-") or os.path.exists(word):
+        return
+    longer = [name for name in COMMANDS if word.startswith(name) and word.isalpha()]
+    close = longer or difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.75)
+    if close:
         raise click.UsageError(f"there is no command {word!r}; did you mean {close[0]!r}?", ctx)
+    if args[1:] in (["--help"], ["-h"]):
+        raise click.UsageError(f"there is no command {word!r}; there are {', '.join(COMMANDS)}.", ctx)
 
 
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})

@@ -93,6 +93,7 @@ class Choice:
             self.over = True
             self._add(self._detokenizer.finish())
             self._part.finish = finish
+            answer.finishes.append(finish)
             answer.ended(self, abort=t.finish is None)
         elif answer.telling.stream and self.sayable:
             answer.wake()
@@ -115,6 +116,8 @@ class Choice:
             metrics.itl.observe((now - self._last) / max(1, len(t.token_ids)), len(t.token_ids))
         else:
             metrics.ttft.observe(now - answer.started)
+            if answer.first_token_s is None:
+                answer.first_token_s = now - answer.started
             self.cached_tokens = t.cached_tokens or 0
             if answer.telling.echo:
                 self._echo(t.prompt_logprobs)
@@ -172,7 +175,8 @@ class Answer:
     """All choices of one response.
 
     `wait` returns when there is something to take, everything is over, or `beat` was called. `error` is the first
-    failure; the other choices are aborted then. `started` is the time (monotonic) when the HTTP request came.
+    failure; the other choices are aborted then. `started` is the time (monotonic) when the HTTP request came,
+    `first_token_s` how long after it the first token of any choice did.
     """
 
     def __init__(
@@ -192,6 +196,8 @@ class Answer:
         self.started = started
         self.choices: list[Choice] = []
         self.error: RequestError | None = None
+        self.first_token_s: float | None = None
+        self.finishes: list[FinishReason] = []
         self.beating = False
         self._backend = backend
         self._n = 1

@@ -37,6 +37,7 @@ from slipstream.front.ask import (
 from slipstream.front.backend import Backend, Card
 from slipstream.front.exchange import Exchange, error_body
 from slipstream.front.metrics import FrontMetrics
+from slipstream.front.record import Record
 from slipstream.front.schema import BodyDecoder, ChatBody, CompletionBody
 from slipstream.front.service import TokenizerService
 from slipstream.front.shapes import DONE, KEEP_ALIVE, ChatShape, CompletionShape, Shape, event
@@ -60,6 +61,7 @@ class Generator:
         self._service = service
         self._config = config
         self._metrics = metrics
+        self._record = Record()
         self._chat_body = BodyDecoder(ChatBody)
         self._completion_body = BodyDecoder(CompletionBody)
 
@@ -168,6 +170,7 @@ class Generator:
             finally:
                 self._metrics.in_flight -= 1
                 self._count(answer, started)
+                self._record.request(exchange.request_id, answer.shape.model, answer)
             outcome = answer.error.code if answer.error else "ok"
         except RequestError as error:
             outcome = error.code

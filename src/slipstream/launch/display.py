@@ -21,6 +21,7 @@ from rich.text import Text
 from slipstream.config import LogFormat
 
 LOG_LINE = re.compile(r"^[\d:.]{12} (warning |error |critical )?([\w.]+): ")
+PASSED_OVER = re.compile(r"^(route to .*?)(; not \w+: .*)$")
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue")
 
 
@@ -73,5 +74,8 @@ def _as_json(name: str, text: str) -> str:
 
 
 def _message(text: str) -> str:
-    """A log line without its clock and, unless it is a warning or worse, without its logger."""
-    return LOG_LINE.sub(lambda match: f"{match[1]}{match[2]}: " if match[1] else "", text)
+    """A log line without its clock and, unless it is a warning or worse, without its logger.
+
+    A route comes without the reasons against others, which the banner gives as far as they matter.
+    """
+    return PASSED_OVER.sub(r"\1", LOG_LINE.sub(lambda match: f"{match[1]}{match[2]}: " if match[1] else "", text))
