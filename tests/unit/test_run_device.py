@@ -106,6 +106,9 @@ def test_the_longest_request_is_bounded_by_model_pool_and_user(tmp_path: Path):
     asked = open_model(EngineConfig(model=str(folder), dtype="float32", max_model_len=600, threads=1))
     with pytest.raises(ConfigError, match="max_model_len 600 exceeds the 512 positions"):
         asked.max_model_len(10_000)
+    asked = open_model(EngineConfig(model=str(folder), dtype="float32", max_model_len=1, threads=1))
+    with pytest.raises(ConfigError, match="max_model_len 1 leaves no room for an answer"):
+        asked.max_model_len(10_000)
     asked = open_model(EngineConfig(model=str(folder), dtype="float32", max_model_len=100, threads=1))
     assert asked.max_model_len(10_000) == 100
     with pytest.raises(PoolTooSmall, match="max_model_len 100 does not fit into the KV pool of 64 tokens"):

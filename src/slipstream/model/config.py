@@ -25,6 +25,7 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+LARGEST = (1 << 31) - 1  # bound of every size
 SUPPORTED = "llama, mistral (without sliding window), qwen2, qwen3"
 
 
@@ -130,12 +131,28 @@ def read_config(files: ModelFiles) -> ModelConfig:
 
 def _check(config: ModelConfig) -> None:
     for field in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "max_position"):
-        if getattr(config, field) <= 0:
-            raise ModelError(f"the model's config gives {field}={getattr(config, field)}; it must be positive.")
+        value = getattr(config, field)
+        if type(value) is not int or not 0 < value <= LARGEST:
+            raise ModelError(f"the model's config gives {field}={value!r}; it must be an integer from 1 to {LARGEST}.")
     if config.heads % config.kv_heads:
         raise ModelError(f"the model's {config.heads} heads are no multiple of its {config.kv_heads} KV heads.")
     if config.head_dim % 2:
         raise ModelError(f"the model's head_dim {config.head_dim} is odd; rotary embedding needs pairs.")
+    if not isinstance(config.norm_eps, int | float) or not 0.0 < config.norm_eps < 1.0:
+        raise ModelError(f"the model's config gives norm_eps={config.norm_eps!r}; it must be between 0 and 1.")
+    for field in ("theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
+        if not 0.0 < getattr(config.rope, field) < math.inf:
+            raise ModelError(f"the model's rope gives {field}={getattr(config.rope, field)!r}; it must be positive.")
+
+
+def divided(hidden: int, heads: int, source: str) -> int:
+    """The size of a head where the config does not state it. Raises ModelError."""
+    if heads <= 0 or hidden <= 0 or hidden % heads:
+        raise ModelError(
+            f"{source}: a hidden size of {hidden} cannot be divided among {heads} attention heads; "
+            "correct these numbers or state the size of a head."
+        )
+    return hidden // heads
 
 
 class _Fields:
@@ -153,7 +170,13 @@ class _Fields:
         return value
 
     def integer(self, name: str, default: int | None = None) -> int:
-        return int(self.number(name, default))
+        value = self.number(name, default)
+        if not math.isfinite(value) or value != int(value):
+            raise ModelError(f"{self.source}: {name} is {value!r}, but an integer is needed.")
+        return int(value)
+
+    def given(self, name: str) -> bool:
+        return self.values.get(name) is not None
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.values.get(name)
@@ -177,7 +200,7 @@ def _from_folder(folder: Path) -> ModelConfig:
         intermediate=fields.integer("intermediate_size"),
         heads=heads,
         kv_heads=fields.integer("num_key_value_heads", heads),
-        head_dim=fields.integer("head_dim", hidden // heads),
+        head_dim=fields.integer("head_dim") if fields.given("head_dim") else divided(hidden, heads, fields.source),
         vocab=fields.integer("vocab_size"),
         max_position=rope.reach(max_position),
         norm_eps=float(fields.number("rms_norm_eps", 1e-6)),
@@ -188,7 +211,7 @@ def _from_folder(folder: Path) -> ModelConfig:
         qk_norm=architecture == "qwen3",
         tied=fields.flag("tie_word_embeddings", False),
         dtype=str(values.get("dtype") or values.get("torch_dtype") or "float32"),
-        bos_id=_first_id(values.get("bos_token_id")),
+        bos_id=next(iter(_ids(values, "bos_token_id", folder / "config.json")), None),
         eos_ids=_eos_ids(folder, values),
     )
 
@@ -230,6 +253,8 @@ def _rope(values: dict[str, Any], fields: _Fields, max_position: int) -> RopeCon
         raise ModelError(f"{fields.source}: partial rotary embedding is not supported.")
     kind = given.get("rope_type", given.get("type", "default"))
     original = rope.integer("original_max_position_embeddings", max_position)
+    if original <= 0:
+        raise ModelError(f"{rope.source}: original_max_position_embeddings is {original}; it must be positive.")
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind == "linear":
@@ -266,26 +291,27 @@ def yarn_mscale(factor: float, scale: float = 1.0) -> float:
 def _yarn_attention_factor(rope: _Fields, factor: float) -> float:
     if rope.values.get("attention_factor") is not None:
         return float(rope.number("attention_factor"))
-    scale, scale_all = rope.values.get("mscale"), rope.values.get("mscale_all_dim")
-    if scale and scale_all:
-        return yarn_mscale(factor, float(scale)) / yarn_mscale(factor, float(scale_all))
+    scale, scale_all = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
+    if scale > 0 and scale_all > 0:
+        return yarn_mscale(factor, scale) / yarn_mscale(factor, scale_all)
     return yarn_mscale(factor)
 
 
-def _ids(value: Any) -> list[int]:
-    values = value if isinstance(value, list) else [value]
-    return [item for item in values if isinstance(item, int) and not isinstance(item, bool)]
-
-
-def _first_id(value: Any) -> int | None:
-    return next(iter(_ids(value)), None)
+def _ids(values: dict[str, Any], name: str, source: Path) -> list[int]:
+    """One id, a list of them, or none. Raises ModelError for anything else."""
+    value = values.get(name)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(item) is not int for item in ids):
+        raise ModelError(f"{source}: {name} is {value!r}, but a token id or a list of token ids is needed.")
+    return ids
 
 
 def _eos_ids(folder: Path, values: dict[str, Any]) -> tuple[int, ...]:
     """All ids that config.json, generation_config.json or the tokenizer's own config call an end of sequence."""
-    found = _ids(values.get("eos_token_id"))
-    if (folder / "generation_config.json").is_file():
-        found += _ids(read_json(folder / "generation_config.json").get("eos_token_id"))
+    found = list(_ids(values, "eos_token_id", folder / "config.json"))
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        found += _ids(read_json(generation), "eos_token_id", generation)
     if (folder / "tokenizer_config.json").is_file():
         found += _tokenizer_eos(folder, read_json(folder / "tokenizer_config.json"))
     return tuple(dict.fromkeys(found))

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.errors import ModelError
-from slipstream.model.config import SUPPORTED, ModelConfig, RopeConfig, RopeKind, yarn_mscale
+from slipstream.model.config import SUPPORTED, ModelConfig, RopeConfig, RopeKind, divided, yarn_mscale
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
@@ -189,8 +189,14 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
             raise ModelError(f"{file.path}: {architecture}.{name} differs between layers, which is not supported.")
         return value
 
-    heads, hidden = field("attention.head_count"), field("embedding_length")
-    head_dim = field("attention.key_length", hidden // heads)
+    def number(name: str, default: Any = None) -> int:
+        value = field(name, default)
+        if type(value) is not int:
+            raise ModelError(f"{file.path}: {architecture}.{name} is {value!r}, but an integer is needed.")
+        return value
+
+    heads, hidden = number("attention.head_count"), number("embedding_length")
+    head_dim = number("attention.key_length", 0) or divided(hidden, heads, str(file.path))
     if field("rope.dimension_count", head_dim) != head_dim:
         raise ModelError(f"{file.path}: partial rotary embedding is not supported.")
     if "token_embd.weight" not in file.tensors:
@@ -198,14 +204,14 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     rope = _rope(architecture, field, metadata, file)
     return ModelConfig(
         architecture=architecture,
-        layers=field("block_count"),
+        layers=number("block_count"),
         hidden=hidden,
-        intermediate=field("feed_forward_length"),
+        intermediate=number("feed_forward_length"),
         heads=heads,
-        kv_heads=field("attention.head_count_kv", heads),
+        kv_heads=number("attention.head_count_kv", heads),
         head_dim=head_dim,
         vocab=file.tensors["token_embd.weight"].shape[0],
-        max_position=rope.reach(field("context_length")),
+        max_position=rope.reach(number("context_length")),
         norm_eps=field("attention.layer_norm_rms_epsilon"),
         rope=rope,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
@@ -240,8 +246,11 @@ def _rope(architecture: str, field: Any, metadata: dict[str, Any], file: GGUFFil
 
 def _eos_ids(metadata: dict[str, Any]) -> tuple[int, ...]:
     keys = ("eos_token_id", "eot_token_id", "eom_token_id", "eos_token_ids")
-    found: list[int] = []
+    found: list[Any] = []
     for key in keys:
         value = metadata.get(f"tokenizer.ggml.{key}")
-        found += value if isinstance(value, list) else [] if value is None else [value]
-    return tuple(dict.fromkeys(int(token) for token in found))
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(type(token) is not int for token in ids):
+            raise ModelError(f"tokenizer.ggml.{key} is {value!r}, but a token id or a list of token ids is needed.")
+        found += ids
+    return tuple(dict.fromkeys(found))

@@ -84,10 +84,16 @@ class OpenedModel:
     def max_model_len(self, pages: int) -> int:
         """Longest prompt plus answer in tokens: what the user, the model and a pool of `pages` pages allow.
 
-        Raises ConfigError when the user asks for more than the model has, PoolTooSmall for more than the pool has.
+        Raises ConfigError when the user asks for more than the model has or for too little to answer anything,
+        PoolTooSmall for more than the pool has.
         """
         pool_tokens = (pages - 1) * self.layout.page_tokens  # one page is scratch
         wanted = self.engine.max_model_len
+        if wanted == 1:
+            raise ConfigError(
+                "max_model_len 1 leaves no room for an answer: prompt and answer have at least one token each; "
+                "raise --max-model-len to 2 or more."
+            )
         if wanted > self.config.max_position:
             raise ConfigError(
                 f"max_model_len {wanted} exceeds the {self.config.max_position} positions of {self.engine.model}; "
