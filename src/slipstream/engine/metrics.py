@@ -46,6 +46,11 @@ class WorkerMetrics:
         self._requests = Gauge(
             "slipstream_worker_requests", "Requests at this worker, by state.", ["state"], registry=registry
         )
+        self._preemptions = Gauge(
+            "slipstream_worker_preemptions",
+            "Sequences whose pages were taken away since the start of the worker; each was computed again.",
+            registry=registry,
+        )
         self._pages = Gauge("slipstream_worker_pages", "Pages of the KV pool, by state.", ["state"], registry=registry)
         self._route_rate = Gauge(
             "slipstream_worker_route_gigabytes_per_second",
@@ -68,6 +73,9 @@ class WorkerMetrics:
             return
         self._copied_bytes.labels(transport).inc(size)
         self._copy_seconds.labels(transport).observe(seconds)
+
+    def preemptions(self, count: int) -> None:
+        self._preemptions.set(count)
 
     def status(self, status: Status) -> None:
         self._requests.labels("waiting").set(status.waiting)

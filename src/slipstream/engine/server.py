@@ -290,6 +290,7 @@ class WorkerServer:
         """Runs on the loop thread: the core's load and cache changes, to every router."""
         status = core.status()
         self.metrics.status(status)
+        self.metrics.preemptions(core.preemptions)
         self._aio.call_soon_threadsafe(self._broadcast, status)
 
     def _broadcast(self, status: wire.Status) -> None:

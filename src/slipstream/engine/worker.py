@@ -115,7 +115,7 @@ class Worker:
         self._closing.callback(agent.close)
         max_model_len = opened.max_model_len(pool.region.pages)
         numbers = msgspec.structs.replace(self._engine, max_model_len=max_model_len)
-        core = EngineCore(opened.layout, pool.region.pages, numbers, opened.config.eos_ids)
+        core = EngineCore(opened.layout, pool.region.pages, numbers, opened.config.eos_ids, vocab=opened.config.vocab)
         loop = EngineLoop(
             core,
             opened.runner(pool.region, self._engine.max_sequences),
