@@ -1,6 +1,8 @@
 """A process with one transfer agent, driven through a connection: (method name, arguments) in, (ok, answer) out.
 
 python transfer_child.py FD TRANSPORT PAGES LAYERS
+
+TRANSPORT may be `shm@device` or `tcp@device`: the pool then lies in memory of `tests.unit.device_queue`.
 """
 
 from __future__ import annotations
@@ -8,7 +10,9 @@ from __future__ import annotations
 import queue
 import sys
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,7 +23,15 @@ from slipstream.errors import SlipstreamError
 from slipstream.kv.layout import KVLayout
 from slipstream.kv.pool import HostPool
 from slipstream.transfer.agent import CopyJob, TransferAgent
-from slipstream.transfer.transports.base import Exports
+from slipstream.transfer.cuda.memory import DeviceMemory
+from slipstream.transfer.transports import load_all
+from slipstream.transfer.transports.base import Context, Exports, Transport
+from slipstream.transfer.transports.shm import ShmTransport
+from slipstream.transfer.transports.shm_ring import RingShape
+from slipstream.transfer.transports.tcp import TcpTransport
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # as pytest has it
+from tests.unit.device_queue import QueueDevice
 
 
 def layout_of(layers: int) -> KVLayout:
@@ -31,19 +43,39 @@ class Node:
 
     def __init__(self, transport: str, pages: int, layers: int) -> None:
         self.layout = layout_of(layers)
-        self.pool = HostPool.allocate(self.layout, pages, 64 << 10)
         self.done: queue.Queue[tuple[int, str | None]] = queue.Queue()
+        name, _, place = transport.partition("@")
+        self.pool: Any
+        if place == "device":
+            device: Any = QueueDevice()
+            self.pool = DeviceMemory(device, pages, self.layout.page_bytes, 64 << 10)
+            self._array = device.view(self.pool.region.address, self.pool.region.bytes)
+        else:
+            device = None
+            self.pool = HostPool.allocate(self.layout, pages, 64 << 10)
+            self._array = self.pool.array
+        self.count = pages
+
+        def load(names: Sequence[str], context: Context) -> tuple[dict[str, Transport], dict[str, str]]:
+            if device is None:
+                return load_all(names, context)
+            if name == "shm":
+                return {name: ShmTransport(context, RingShape(4, 1 << 20, 1024), device, device.copier)}, {}
+            return {name: TcpTransport(context, device, device.copier)}, {}
+
         self.agent = TransferAgent(
             self.pool.region,
             self.layout,
-            TransferConfig(transport=transport),  # type: ignore[arg-type]
+            TransferConfig(transport=name),  # type: ignore[arg-type]
             on_done=lambda job, error: self.done.put((job.xfer, error)),
+            memory=self.pool if device is not None else None,
+            load=load,
         )
 
     @property
     def pages(self) -> np.ndarray:
         """[pages, page_bytes]"""
-        return self.pool.array[: self.pool.pages * self.layout.page_bytes].reshape(self.pool.pages, -1)
+        return self._array[: self.count * self.layout.page_bytes].reshape(self.count, -1)
 
     def exports(self) -> bytes:
         return msgspec.msgpack.encode(self.agent.exports())
@@ -72,7 +104,7 @@ class Node:
 
     def write_for_ever(self, peer: str) -> None:
         """Copies all pages to all pages, one job behind the other; until it is killed, or a copy fails."""
-        order = list(range(self.pool.pages))
+        order = list(range(self.count))
         for xfer in range(1 << 30):
             self.submit(peer, xfer, order, order[::-1])
             if xfer >= 4 and self.done.get()[1] is not None:
@@ -87,6 +119,7 @@ class Node:
 
     def close(self) -> None:
         self.agent.close()
+        self._array = np.empty(0, np.uint8)
         self.pool.close()
 
 

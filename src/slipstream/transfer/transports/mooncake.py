@@ -1,7 +1,7 @@
 """The mooncake transfer engine (extra `mooncake`), peer to peer: RDMA where there is a NIC, else its TCP.
 
 The source keeps one engine for all its peers, each of whom is a thread; a destination makes an engine for each source,
-whose name it hands out at its gate (`package`). A copy is a sequence of batched calls that return when the bytes are in
+whose name it hands out at its gate (`gate.py`). A copy is a sequence of batched calls that return when the bytes are in
 place; the calling thread spins meanwhile, which is the package's way.
 
 The package lets environment variables choose its one transport, by their presence, and falls from one to another

@@ -1,6 +1,6 @@
 """The nixl package (extra `nixl`), with its UCX back-end: the way to RDMA and to other machines.
 
-The source keeps one nixl agent for all its peers; a destination makes one for each source (`package.Landing`), whose
+The source keeps one nixl agent for all its peers; a destination makes one for each source (`gate.Landing`), whose
 metadata it hands out at its gate, and whose end takes back what the metadata opened. A copy of whole pages picks them
 by number from two lists of descriptors that are prepared when the peer is opened (0.04 us a page); runs of other
 lengths, as between workers of unequal tensor parallelism, get lists of their own (0.2 us a run). nixl's own thread

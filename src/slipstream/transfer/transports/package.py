@@ -1,30 +1,17 @@
-"""What the transports over other projects' packages (`nixl`, `mooncake`) share: who may write, and how it all ends.
+"""What the transports over other projects' packages (`nixl`, `mooncake`) share.
 
-Such a package moves bytes by itself; it does not ask who writes, and does not say when a peer can write no more. So
-each destination keeps a gate (`Gate`): a listener for admitted agents, like that of tcp. Behind it, a source gets a
-landing, made for it alone: an agent or engine of the package with this rank's memory registered. The connection stays
-open as long as the source writes, and its words are few:
-
-    source        Caller                      after that nothing, and its end: no copy of mine is under way any more
-    destination   1 + description, 0 + text   or L: leave; and its end: the landing is gone, nothing can arrive
-
-A landing is taken down when the source has left, or its process has ended. On one machine that end is waited for,
-however long it takes, since packages there write into the destination's memory by themselves (process_vm_writev, CUDA
-IPC); copies of a GPU outlive their process's files, so there the process itself has to be gone. A source on another
-machine that does not leave within a second is ended with the landing: nothing reaches memory through an agent that is
-no more.
-
-At the source each remote has a thread, which starts copies and looks after them with growing pauses; the mover listens
-to the gates and so knows of a peer's death at once, whatever a call into the package is doing. Tickets fail when the
-destination's end has been heard; a peer that neither leaves nor dies, after a moment: then the link to it is over, and
-its own `cut_off` protects its memory.
+A destination keeps a gate (`gate.py`) and hands out a landing to each source. At the source each remote has a thread,
+which starts copies and looks after them with growing pauses; the mover listens to the gates and so knows of a peer's
+death at once, whatever a call into the package is doing. When a remote ends, its thread gives the copies under way a
+moment, leaves the gate, and waits for the destination's end before the tickets fail: then nothing of them can arrive. A
+peer that neither leaves nor dies is left behind after a moment, since the link to it is over and its own `cut_off`
+protects its memory; so is a call into the package that does not return, whose peer then keeps its memory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 import queue
 import select
@@ -32,7 +19,6 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, ClassVar, Protocol
 
@@ -40,43 +26,18 @@ import msgspec
 
 from slipstream.errors import ConfigError, MissingExtra, PeerLost, RouteUnavailable, TransferError
 from slipstream.transfer.copies import check_bounds
-from slipstream.transfer.cuda.door import is_exiting
 from slipstream.transfer.cuda.runtime import CudaError, Device
 from slipstream.transfer.route import machine_id
 from slipstream.transfer.transports.base import Completion, Context, Exports, Region, Runs
 from slipstream.transfer.transports.bell import Bell
 from slipstream.transfer.transports.cuda_ipc import event_handle
+from slipstream.transfer.transports.gate import Caller, Gate, Landing, pid_namespace, receive_frame, send_frame, watch
 from slipstream.transfer.transports.tcp import Listening, connect, reachable
-from slipstream.transfer.transports.tcp_frames import receive_exactly
-from slipstream.transfer.transports.tcp_receiver import Incoming, Listener
-
-logger = logging.getLogger(__name__)
 
 LANDING_S = 30.0  # to make an agent and register the memory
 ABANDON_S = 1.0
 STUCK_S = 3.0  # a call into the package that does not return is left behind
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 1e-3
-_LEAVE = b"L"
-_MAX_FRAME = 16 << 20
-
-
-class Caller(msgspec.Struct, frozen=True):
-    """Who opens a landing: its machine, PID namespace and process, and the kind of its memory."""
-
-    machine: str
-    namespace: str
-    pid: int
-    kind: str
-
-
-class Landing(Protocol):
-    """This rank's memory, reachable by one peer. `description` tells it how."""
-
-    description: bytes
-
-    def close(self) -> None:
-        """Afterwards nothing written through this landing can arrive, but by what shares the peer's address space."""
-        ...
 
 
 class Engine(Protocol):
@@ -100,69 +61,6 @@ class Engine(Protocol):
         ...
 
     def leave(self, there: Any) -> None: ...
-
-
-class Gate(Listener):
-    """Makes a landing for each admitted agent that asks, and takes it down when nothing can come any more."""
-
-    def __init__(self, host: str, kind: str, make: Callable[[], Landing]) -> None:
-        self._kind, self._make = kind, make
-        self._far: set[Incoming] = set()
-        super().__init__(host, 0)
-
-    def attend(self, stream: Incoming) -> None:
-        _watch(stream.sock)
-        caller = msgspec.msgpack.decode(_receive_frame(stream.sock)[1], type=Caller)
-        near = caller.machine == machine_id()
-        visible = near and caller.namespace == _namespace()
-        if near and not visible and "cuda" in (caller.kind, self._kind):
-            _send_frame(stream.sock, 0, b"it runs in another PID namespace, where the end of a process cannot be seen")
-            return
-        if not near:
-            self._far.add(stream)
-        pidfd = -1
-        try:
-            if visible:
-                with contextlib.suppress(OSError):  # it has ended already
-                    pidfd = os.pidfd_open(caller.pid)
-            self._land(stream)
-            if pidfd >= 0 and is_exiting(caller.pid):
-                select.select([pidfd], [], [])
-        finally:
-            self._far.discard(stream)
-            if pidfd >= 0:
-                os.close(pidfd)
-
-    def _land(self, stream: Incoming) -> None:
-        """Keeps a landing as long as the source stays."""
-        try:
-            landing = self._make()
-        except TransferError as error:
-            _send_frame(stream.sock, 0, error.message.encode())
-            return
-        try:
-            _send_frame(stream.sock, 1, landing.description)
-            with contextlib.suppress(OSError):  # a reset is an end too
-                while stream.sock.recv(4096):
-                    pass
-        finally:
-            landing.close()
-
-    def dismiss(self, stream: Incoming) -> None:
-        with contextlib.suppress(OSError):
-            stream.sock.send(_LEAVE, socket.MSG_DONTWAIT)
-        if stream in self._far:
-            timer = threading.Timer(ABANDON_S, stream.end)
-            timer.daemon = True
-            timer.start()
-
-    def close(self) -> None:
-        with self._lock:  # what has not been proven yet will not be
-            waiting = [future for futures in self._leaving.values() for future in futures]
-            self._leaving.clear()
-        for future in waiting:
-            future.cancel()
-        super().close()
 
 
 class PackageRemote:
@@ -245,12 +143,12 @@ class PackageTransport:
         self._engine = self._engine or self._make_engine()
         sock = connect(peer, self._agent)
         try:
-            _watch(sock)
-            caller = Caller(machine_id(), _namespace(), os.getpid(), self.region.kind)
+            watch(sock)
+            caller = Caller(machine_id(), pid_namespace(), os.getpid(), self.region.kind)
             sock.settimeout(LANDING_S)
-            _send_frame(sock, 1, msgspec.msgpack.encode(caller))
+            send_frame(sock, 1, msgspec.msgpack.encode(caller))
             try:
-                welcome, description = _receive_frame(sock)
+                welcome, description = receive_frame(sock)
             except OSError as error:
                 raise RouteUnavailable(f"{peer.host}:{peer.port} made no landing: {error}") from error
             if not welcome:
@@ -430,32 +328,3 @@ class PackageTransport:
 def memory_of(region: Region) -> tuple[str, int]:
     """("cpu" or "cuda", number of the device) of a region."""
     return region.kind, max(region.device_index, 0)
-
-
-def _namespace() -> str:
-    return os.readlink("/proc/self/ns/pid")
-
-
-def _watch(sock: socket.socket) -> None:
-    """Makes a machine that is silent end the connection within seconds."""
-    for option, value in (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 5000)):
-        if hasattr(socket, option):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
-
-def _send_frame(sock: socket.socket, word: int, payload: bytes) -> None:
-    sock.sendall(bytes([word]) + len(payload).to_bytes(4, "little") + payload)
-
-
-def _receive_frame(sock: socket.socket) -> tuple[int, bytes]:
-    """Raises OSError when the stream ends before, ValueError when it is no frame."""
-    head = memoryview(bytearray(5))
-    if not receive_exactly(sock, head):
-        raise ConnectionError("it closed the connection")
-    size = int.from_bytes(head[1:], "little")
-    if size > _MAX_FRAME:
-        raise ValueError(f"a frame of {size} bytes")
-    payload = memoryview(bytearray(size))
-    if not receive_exactly(sock, payload):
-        raise ConnectionError("it closed the connection")
-    return head[0], bytes(payload)

@@ -280,6 +280,8 @@ class Receiver(Listener):
         head = memoryview(bytearray(PIECE.size))
         table = np.empty((MAX_RUNS, 2), np.int64)
         waiting: list[int] = []  # pieces that were taken and not answered
+        more = select.poll()
+        more.register(sock, select.POLLIN)
         while receive_exactly(sock, head):
             sequence, count, total = PIECE.unpack(head)
             problem = "" if 0 < count <= MAX_RUNS and 0 < total <= MAX_PIECE else f"{count} runs, {total} bytes"
@@ -294,7 +296,7 @@ class Receiver(Listener):
                 if not sink.take(sock, runs):
                     return
                 waiting.append(sequence)
-                if sink.busy and len(waiting) < STAGING_SLOTS - 1 and select.select([sock], [], [], 0)[0]:
+                if sink.busy and len(waiting) < STAGING_SLOTS - 1 and more.poll(0):
                     continue
                 sink.flush()
             except TransferError as error:
