@@ -122,6 +122,20 @@ async def test_tokenize_refuses_what_it_cannot_do() -> None:
         assert (status, body["error"]["message"]) == (400, "tokens: token ids are 0 to 258; 259 was given")
 
 
+async def test_more_than_a_context_is_neither_tokenized_nor_detokenized() -> None:
+    async with house(saying("a")) as h:
+        longest = 4096 * byte_tokenizer().longest_piece
+        status, body, _ = await h.post("/tokenize", {"prompt": "a" * (longest + 1), "return_token_strs": True})
+        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+        status, body, _ = await h.post("/detokenize", {"tokens": [97] * 4097})
+        assert (status, body["error"]["code"], body["error"]["param"]) == (400, "context_length_exceeded", "tokens")
+        assert "4097 ids" in body["error"]["message"]
+        _, body, _ = await h.post("/tokenize", {"prompt": "a" * 4000, "return_token_strs": True})
+        assert body["token_strs"] == ["a"] * 4000
+        assert (await h.post("/detokenize", {"tokens": body["tokens"]}))[1] == {"prompt": "a" * 4000}
+        assert (await h.post("/detokenize", {"tokens": []}))[1] == {"prompt": ""}
+
+
 async def test_workers_are_listed_added_and_removed() -> None:
     async with house(saying("a")) as h:
         status, body, _ = await h.post("/workers", {"url": "http://127.0.0.1:9001", "role": "decode"})

@@ -22,8 +22,11 @@ def test_special_tokens_and_extra_variables_reach_the_template() -> None:
     assert render(source, variables={"enable_thinking": False}) == "<s>Falsehi</s>"
 
 
-def test_a_variable_cannot_replace_the_messages() -> None:
-    assert render("{{ messages[0].content }}", variables={"messages": "other"}) == "hi"
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "continue_final_message"])
+def test_a_variable_that_the_request_says_elsewhere_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"chat_template_kwargs names {name}") as caught:
+        render("{{ messages[0].content }}", variables={"enable_thinking": True, name: True})
+    assert caught.value.param == "chat_template_kwargs"
 
 
 def test_blocks_are_trimmed_and_loops_can_be_left() -> None:

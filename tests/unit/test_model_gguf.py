@@ -24,7 +24,7 @@ from tests.unit.tiny_models import (
 from slipstream.errors import ModelError
 from slipstream.model.config import read_config
 from slipstream.model.files import locate
-from slipstream.model.gguf import GGUFFile
+from slipstream.model.gguf import GGUFFile, config_from_gguf
 from slipstream.model.loader import load
 
 Q = GGMLQuantizationType
@@ -227,6 +227,24 @@ def test_unsupported_files_are_named(tmp_path: Path):
     path = write(tmp_path / "partial.gguf", reference("llama"), rope_dimension_count=8)
     with pytest.raises(ModelError, match="partial rotary"):
         read_config(locate(str(path)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("llama.attention.head_count", 7, "cannot be divided among 7 attention heads"),
+        ("llama.attention.head_count", 0, "cannot be divided among 0 attention heads"),
+        ("llama.attention.head_count", "8", "head_count is '8', but an integer"),
+        ("llama.block_count", 2.5, "block_count is 2.5, but an integer"),
+        ("tokenizer.ggml.eos_token_id", "</s>", "eos_token_id is '</s>'"),
+    ],
+)
+def test_numbers_of_a_gguf_that_fit_no_model_are_named(tmp_path: Path, name: str, value: Any, message: str):
+    file = GGUFFile(str(write(tmp_path / "m.gguf", reference("llama"))))
+    del file.metadata["llama.attention.key_length"]
+    file.metadata[name] = value
+    with pytest.raises(ModelError, match=message):
+        config_from_gguf(file)
 
 
 def test_missing_tensors_of_a_gguf_are_named(tmp_path: Path):

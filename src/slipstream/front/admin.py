@@ -12,13 +12,20 @@ from urllib.parse import unquote
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from slipstream.config import FrontConfig
-from slipstream.errors import ConfigError, InvalidRequest, ModelNotFound, RouteNotFound
+from slipstream.errors import ConfigError, ContextTooLong, InvalidRequest, ModelNotFound, RouteNotFound
+from slipstream.front.ask import check_characters, check_prompt_ids
 from slipstream.front.backend import Backend, Card
 from slipstream.front.exchange import Exchange
 from slipstream.front.generate import Generator
 from slipstream.front.schema import BodyDecoder, DetokenizeBody, TokenizeBody, WorkerBody
 from slipstream.front.service import TokenizerService
+from slipstream.front.tokenizer import Tokenizer
 from slipstream.version import __version__
+
+
+def _token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    texts = {token: tokenizer.token_text(token) for token in set(ids)}
+    return [texts[token] for token in ids]
 
 
 class Admin:
@@ -95,21 +102,26 @@ class Admin:
             ids = await self._generator.chat_ids(body, tokenizer, card.max_model_len)
         else:
             text, special = body.prompt or "", body.add_special_tokens is not False
+            check_characters(len(text), tokenizer, card.max_model_len, "prompt")
             ids = await self._service.run(len(text), lambda: tokenizer.encode(text, add_special_tokens=special))
-        strings = [tokenizer.token_text(token) for token in ids] if body.return_token_strs else None
+        strings = None
+        if body.return_token_strs:
+            strings = await self._service.run(len(ids), lambda: _token_texts(tokenizer, ids))
         answer = {"count": len(ids), "max_model_len": card.max_model_len, "tokens": ids, "token_strs": strings}
         await exchange.json(answer)
 
     async def detokenize(self, exchange: Exchange) -> None:
         body = self._detokenize_body(await exchange.body(self._limit))
-        self._generator.card(body.model)
-        tokenizer = self._service.tokenizer
-        for token in body.tokens:
-            if token >= tokenizer.vocab_size:
-                raise InvalidRequest(
-                    f"tokens: token ids are 0 to {tokenizer.vocab_size - 1}; {token} was given", param="tokens"
-                )
-        text = tokenizer.decode(body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
+        card, tokenizer = self._generator.card(body.model), self._service.tokenizer
+        tokens, skip = body.tokens, bool(body.skip_special_tokens)
+        if len(tokens) > card.max_model_len:
+            raise ContextTooLong(
+                f"tokens holds {len(tokens)} ids; this model's context is {card.max_model_len} tokens. Send fewer",
+                param="tokens",
+            )
+        if tokens:
+            check_prompt_ids(tokens, tokenizer, "tokens")
+        text = await self._service.run(len(tokens), lambda: tokenizer.decode(tokens, skip_special_tokens=skip))
         await exchange.json({"prompt": text})
 
     # ------------------------------------------------------------------------------------------ workers

@@ -23,6 +23,12 @@ from slipstream.errors import InvalidRequest, ModelError
 
 Message = Mapping[str, Any]
 
+OWN_VARIABLES = (
+    "messages",
+    "add_generation_prompt",
+    "continue_final_message",
+)  # what a request says in fields of its own
+
 
 class _GenerationSpan(Extension):
     """Accepts `{% generation %} ... {% endgeneration %}` and renders what is inside."""
@@ -89,9 +95,15 @@ class ChatTemplate:
         """The prompt of this conversation.
 
         With `continue_final_message` the prompt ends inside the last message, so that the model goes on with it.
-        `variables` are passed to the template as they are. Raises InvalidRequest when the template refuses the
-        messages, with its own words.
+        `variables` are passed to the template as they are; InvalidRequest for those that the request says elsewhere.
+        Also raises InvalidRequest when the template refuses the messages, with its own words.
         """
+        taken = [name for name in variables or () if name in OWN_VARIABLES]
+        if taken:
+            raise InvalidRequest(
+                f"chat_template_kwargs names {', '.join(taken)}; send that as a field of the request itself",
+                param="chat_template_kwargs",
+            )
         text = self._render(messages, add_generation_prompt and not continue_final_message, variables or {})
         if not continue_final_message:
             return text
