@@ -6,9 +6,9 @@ waits for its end.
 
 A child that ends on its own is started again after a pause that doubles with every failure that follows soon after a
 start. For a child that was never `up` two kinds of end are final, and `poll` raises GaveUp for them: `max_failures`
-such failures in a row, and an exit with code 1 or 2, which is how a command says that its settings, its model or its memory
-are wrong, so that trying again would only repeat it. One that has served is started again for ever: the others go on
-meanwhile, and one sick child must not end them.
+such failures in a row, and an exit with code 1 or 2, which is how a command says that its settings, its model or its
+memory are wrong, so that trying again would only repeat it. One that has served is started again for ever: the others
+go on meanwhile, and one sick child must not end them.
 """
 
 from __future__ import annotations
