@@ -52,6 +52,7 @@ class Peers:
     ) -> None:
         self._info = info
         self._agent = agent
+        self._kind = agent.region.kind
         self._post = post
         self._on_routes = on_routes
         self._opening: dict[str, asyncio.Task[str]] = {}  # wire address -> peer id
@@ -141,11 +142,17 @@ class Peers:
             report.transport,
             report.gb_per_s,
             report.latency_us,
-            "".join(f"; not {name}: {reason}" for name, reason in better(report).items()),
+            "".join(f"; not {name}: {reason}" for name, reason in self._better(report).items()),
         )
         self._on_routes()
         self._start(self._readers, self._read_destination(link, address, peer.id))
         return peer.id
+
+    def _better(self, report: wire.RouteReport) -> dict[str, str]:
+        """Why the transports that rank before the chosen one were not taken; those for GPUs only where there is one."""
+        ranks = {name: place for place, name in enumerate(AUTOMATIC) if self._kind == "cuda" or name != "cuda_ipc"}
+        chosen = ranks.get(report.transport, len(ranks))
+        return {name: reason for name, reason in report.rejected.items() if ranks.get(name, chosen) < chosen}
 
     async def _introduce(self, link: Link) -> tuple[wire.WorkerInfo, wire.RouteReport]:
         hello = wire.Hello(
@@ -266,13 +273,6 @@ class Peers:
     async def close(self) -> None:
         """Returns when what the ends of all links ask for has been done."""
         await asyncio.gather(*self._keepers, *self._readers, return_exceptions=True)
-
-
-def better(report: wire.RouteReport) -> dict[str, str]:
-    """Why the transports that rank before the chosen one were not taken."""
-    ranks = {name: place for place, name in enumerate(AUTOMATIC)}
-    chosen = ranks.get(report.transport, len(ranks))
-    return {name: reason for name, reason in report.rejected.items() if ranks.get(name, -1) < chosen}
 
 
 def decode_exports(regions: Sequence[msgspec.Raw]) -> list[Exports]:
