@@ -23,6 +23,8 @@ from slipstream.front.shapes import Mark, Part, PromptDetails, Shape, Usage
 from slipstream.front.tokenizer import Tokenizer
 from slipstream.types import FinishReason, Logprob, Request, SamplingParams, Tokens
 
+AT_ONCE = 64  # engine requests of one answer that are made or submitted without letting others go first
+
 
 class Choice:
     """One choice of the answer, and the sink of its engine request.
@@ -220,10 +222,17 @@ class Answer:
             )
             self.choices.append(Choice(self, index, prompt, request))
 
-    def submit(self) -> None:
-        """Hands all engine requests to the router; if it refuses one, none remains. Raises RequestError."""
+    async def submit(self) -> None:
+        """Hands all engine requests to the router, a few at a time; if it refuses one, none remains.
+
+        Raises RequestError.
+        """
         self._open = len(self.choices)
         for choice in self.choices:
+            if self._submitted % AT_ONCE == AT_ONCE - 1:
+                await asyncio.sleep(0)
+                if self.error is not None:
+                    return
             self._submitted += 1
             try:
                 self._backend.submit(choice.request, choice)

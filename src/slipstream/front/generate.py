@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from slipstream.config import FrontConfig
 from slipstream.errors import ClientGone, ModelNotFound, NoWorkers, RequestError
-from slipstream.front.answer import Answer
+from slipstream.front.answer import AT_ONCE, Answer
 from slipstream.front.ask import (
     Ask,
     Prompt,
@@ -135,8 +135,10 @@ class Generator:
         characters = sum(map(len, prompts))
         read_all = await self._service.run(characters, lambda: [read(prompt) for prompt in prompts])
         answer = self._answer(CompletionShape, "cmpl-", card, ask, tokenizer, started)
-        for prompt in read_all:
+        for at, prompt in enumerate(read_all, 1):
             self._add(answer, prompt, ask, card, COMPLETION_TOKENS, "prompt")
+            if at % AT_ONCE == 0:
+                await asyncio.sleep(0)
         return answer
 
     def _answer(
@@ -192,7 +194,7 @@ class Generator:
         self.answers.add(answer)
         watcher = asyncio.create_task(self._watch(exchange, answer))
         try:
-            answer.submit()
+            await answer.submit()
             if answer.telling.stream:
                 await self._stream(exchange, answer)
             else:
