@@ -307,7 +307,10 @@ class TransferAgent:
 
     def _collect(self, transport: Transport) -> None:
         for completion in transport.poll():
-            write = self._writes.pop((transport.name, completion.ticket))
+            write = self._writes.pop((transport.name, completion.ticket), None)
+            if write is None:
+                logger.error("%s reported ticket %d, which is not under way", transport.name, completion.ticket)
+                continue
             write.peer.tickets -= 1
             try:
                 write.ended(completion.error)
