@@ -175,3 +175,17 @@ def test_two_workers_cannot_share_a_port(worker: Worker) -> None:
     second = Worker(EngineConfig(model="nothing"), WorkerConfig(port=port), TransferConfig())
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {port}"):
         second.start()
+
+
+async def test_a_request_that_the_engine_cannot_take_is_answered(router: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a fault nobody thought of")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("slipstream.engine.core.EngineCore.submit", broken)
+        router.send(wire.Submit(request=request("e")))
+        failed = await answers(router, wire.Failed)
+    assert (failed.request, failed.code, failed.retriable) == ("e", "engine_failure", False)
+    assert "a fault nobody thought of" in failed.message
+    router.send(wire.Submit(request=request("f", tokens=1)))
+    assert (await answers(router, wire.StepOutput)).tokens[0].request == "f"

@@ -29,6 +29,7 @@ from slipstream.errors import SlipstreamError, WorkerLost
 from slipstream.plain_http import call
 from slipstream.stream import Link
 from slipstream.transfer.agent import TransferAgent
+from slipstream.types import Request
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +230,7 @@ class WorkerServer:
     def _submit(self, router: str, link: Link, message: wire.Submit) -> None:
         assert self._post is not None
         if message.decode_at is None:
-            self._post(partial(EngineCore.submit, request=message.request, router=router, decode_at=None))
+            self._post(self._entry(message.request, router, None))
             return
         key = (message.request.id, message.request.attempt)
         task = self._spawn(self._submit_to_peer(router, link, message, message.decode_at))
@@ -253,7 +254,23 @@ class WorkerServer:
                 )
             )
             return
-        self._post(partial(EngineCore.submit, request=request, router=router, decode_at=peer))
+        self._post(self._entry(request, router, peer))
+
+    def _entry(self, request: Request, router: str, decode_at: str | None) -> Event:
+        """The event that gives a request to the engine; a fault in there is answered, so that nobody waits in vain."""
+
+        def enter(core: EngineCore) -> None:
+            try:
+                core.submit(request, router, decode_at)
+            except Exception as error:
+                text = f"the engine could not take this request: {type(error).__name__}: {error}"
+                failed = wire.Failed(
+                    request=request.id, attempt=request.attempt, code="engine_failure", message=text, retriable=False
+                )
+                self.deliver([ToRouter(router, failed)])
+                raise
+
+        return enter
 
     # ---------------------------------------------------------------------------------------------- out
 
