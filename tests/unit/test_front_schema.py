@@ -370,3 +370,17 @@ def test_what_the_api_refuses_is_refused_in_python_in_the_same_words() -> None:
 def test_parameters_of_python_reach_a_worker_as_it_takes_them() -> None:
     assert checked_sampling(SamplingParams(), TOKENIZER) == SamplingParams()
     assert checked_sampling(SamplingParams(top_k=-1, seed=-1), TOKENIZER) == SamplingParams(seed=(1 << 63) - 1)
+
+
+@pytest.mark.parametrize("call", [chat, completion])
+@pytest.mark.parametrize("number", [1 << 70, -(1 << 70), 10**20])
+def test_a_number_that_no_message_can_carry_is_refused_in_every_field(call: Any, number: int) -> None:
+    """Whatever gets through to the engine has to be encodable; only the context bounds max_tokens."""
+    body = ChatBody if call is chat else CompletionBody
+    for field in msgspec.structs.fields(body):
+        try:
+            ask = call(**{field.encode_name: number})
+        except InvalidRequest:
+            continue
+        if field.encode_name not in ("max_tokens", "max_completion_tokens"):
+            msgspec.msgpack.encode(ask.sampling)

@@ -77,11 +77,13 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream: _Bool | None = None
     stream_options: StreamOptions | None = None
     # beyond OpenAI's
-    top_k: Annotated[int, Meta(ge=-1, description="an integer of at least 1, or 0 or -1 for off")] | None = None
+    top_k: (
+        Annotated[int, Meta(ge=-1, lt=1 << 31, description="a 32-bit integer of at least 1, or 0 or -1 for off")] | None
+    ) = None
     min_p: Annotated[float, Meta(ge=0, le=1, description="a number from 0 to 1")] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10, description="a number over 0, up to 10")] | None = None
     stop_token_ids: _TokenIds | None = None
-    min_tokens: Annotated[int, Meta(ge=0, description="an integer of at least 0")] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, lt=1 << 31, description="a 32-bit integer of at least 0")] | None = None
     ignore_eos: _Bool | None = None
     skip_special_tokens: _Bool | None = None
     include_stop_str_in_output: _Bool | None = None
