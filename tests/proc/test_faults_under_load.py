@@ -99,8 +99,9 @@ def test_under_load_every_request_ends_when_a_process_is_killed(
     for thread in threads:
         thread.start()
     until(lambda: len(seen.whole) > 3, "requests are being answered")
-    os.kill(first_pids["router"] if victim == "router" else server.pids()[victim], signal.SIGKILL)
-    until(lambda: set(server.pids()) == {"prefill-0", "decode-0"} and server.ready(), f"{victim} is back")
+    old = first_pids["router"] if victim == "router" else server.pids()[victim]
+    os.kill(old, signal.SIGKILL)
+    until(lambda: back(server, old), f"{victim} is back")
     ended.set()
     for thread in threads:
         thread.join(60)
@@ -114,6 +115,12 @@ def test_under_load_every_request_ends_when_a_process_is_killed(
     check_texts(server, seen)
     for worker in server.get("/workers")[1]["workers"]:
         until(lambda url=worker["url"]: settled(Server(url).get("/audit")[1]), "all pages free or cached", 20.0)
+
+
+def back(server: Server, old: int) -> bool:
+    """Whether both workers are live and ready, none of them the killed process."""
+    pids = server.pids()
+    return set(pids) == {"prefill-0", "decode-0"} and old not in pids.values() and server.ready()
 
 
 def check_texts(server: Server, seen: Seen) -> None:

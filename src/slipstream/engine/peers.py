@@ -179,8 +179,10 @@ class Peers:
     async def _read_destination(self, link: Link, address: str, peer: str) -> None:
         while (message := await link.receive()) is not None:
             self._post(partial(EngineCore.from_destination, peer_id=peer, message=message))
-        expected = self._closing or link.farewell is not None
-        logger.log(logging.INFO if expected else logging.WARNING, "decode worker gone: %s", link.lost_because)
+        if self._closing or link.farewell is not None:
+            logger.info("decode worker gone: %s", link.lost_because)
+        else:
+            logger.warning("decode worker lost: %s", link.lost_because)
         await self._lost(peer, as_source=True)
         self._opening.pop(address, None)  # behind the loss: whoever opens anew finds it settled
 
