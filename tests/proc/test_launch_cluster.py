@@ -61,6 +61,7 @@ def test_whoever_is_killed_comes_back_and_the_next_request_is_answered(tiny: str
         for name in ("prefill-0", "decode-0", "router"):
             os.kill(pids[name], signal.SIGKILL)
             assert server.complete() == expected  # a connection made now waits, a request is placed on who is left
+            until(lambda old=pids[name]: old not in server.pids().values(), f"the end of {name} is seen")
             until(lambda: set(server.pids()) == {"prefill-0", "decode-0"} and server.ready(), f"{name} is back")
             assert server.complete() == expected
         assert set(server.pids().values()).isdisjoint({pids["prefill-0"], pids["decode-0"]})
