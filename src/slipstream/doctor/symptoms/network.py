@@ -138,7 +138,7 @@ SYMPTOMS = (
         "hub-unreachable",
         "The model cannot be fetched",
         "the hub cannot be reached",
-        "We couldn't connect to 'https://huggingface.co'",
+        "We couldn't connect to 'https://",
         "is gated: accept its terms",
         cause="no network to the hub, or no permission",
         remedies=("download where there is a network and give the folder", "hf auth login for gated models"),
