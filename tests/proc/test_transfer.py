@@ -174,7 +174,8 @@ def test_a_destination_killed_in_the_middle_fails_all_jobs_with_a_reason(
     order = list(range(256))
     for xfer in range(200):
         here.submit("D", xfer, order, order[::-1])
-    assert here.done.get(timeout=WAIT_S) == (0, None)
+    _, error = here.done.get(timeout=WAIT_S)  # of one of the first: several are under way at once
+    assert error is None
     there.kill()
     errors = here.outcomes(199)
     assert errors[199] is not None
