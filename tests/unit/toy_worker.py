@@ -98,6 +98,7 @@ class ToyWorker:
         self._unsaid: list[bytes] = []
         self._routers: dict[str, Link] = {}
         self._destinations: dict[str, Link] = {}  # by wire address
+        self._dialing = asyncio.Lock()
         self._replies: dict[int, asyncio.Future[wire.Message]] = {}
         self._by_address: dict[int, str] = {}
         self._routes: dict[str, wire.RouteReport] = {}
@@ -347,6 +348,10 @@ class ToyWorker:
             await self._destination(address)
 
     async def _destination(self, address: str) -> Link:
+        async with self._dialing:  # one link a peer: the end of a second one would be taken for the end of this toy
+            return await self._dial(address)
+
+    async def _dial(self, address: str) -> Link:
         if link := self._destinations.get(address):
             return link
         try:
@@ -358,9 +363,6 @@ class ToyWorker:
         if not isinstance(welcome, wire.Welcome):
             link.close()
             raise PeerGone(f"{address} did not answer Hello")
-        if address in self._destinations:
-            link.close()
-            return self._destinations[address]
         self._destinations[address] = link
         self._routes[address] = wire.RouteReport(
             peer=welcome.info.id, transport="fake", gb_per_s=1.0, error=self.route_error
