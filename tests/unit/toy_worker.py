@@ -99,6 +99,7 @@ class ToyWorker:
         self._routers: dict[str, Link] = {}
         self._destinations: dict[str, Link] = {}  # by wire address
         self._dialing = asyncio.Lock()
+        self._dead = False
         self._replies: dict[int, asyncio.Future[wire.Message]] = {}
         self._by_address: dict[int, str] = {}
         self._routes: dict[str, wire.RouteReport] = {}
@@ -127,6 +128,7 @@ class ToyWorker:
 
     async def kill(self) -> None:
         """As kill -9: every socket ends at once, nothing is said."""
+        self._dead = True
         for server in self._servers:
             server.close()
         for task in [*self.tasks.values(), *self._background]:
@@ -192,6 +194,9 @@ class ToyWorker:
         writer.close()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._dead:  # accepted by the system before the end, served by nobody after it
+            writer.transport.abort()
+            return
         self._transports.add(writer)
         link = Link(reader, writer, wire.Decoder(wire.ToWorker), self.name)
         try:
