@@ -395,7 +395,7 @@ async def register(router_url: str, worker_url: str, api_key: str = "") -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket; raises ConfigError-like OSError with the address in it."""
+    """A listening, non-blocking TCP socket on `host`:`port` (0 takes a free port). Raises OSError."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
