@@ -30,6 +30,7 @@ import numpy as np
 from slipstream import wire
 from slipstream.engine.effects import Effect, Outbox
 from slipstream.engine.incoming import Arrival, Incoming
+from slipstream.engine.observe import NoObserver, Observer
 from slipstream.engine.outgoing import Outgoing, Owner
 from slipstream.engine.plan import IntArray, StepOutcome, StepPlan
 from slipstream.engine.rows import RowTable
@@ -73,7 +74,9 @@ class EngineCore:
         *,
         headroom_tokens: int = 64,
         vocab: int | None = None,
+        observer: Observer | None = None,
     ) -> None:
+        self._observer = observer = observer or NoObserver()
         self.page_tokens = layout.page_tokens
         self.max_model_len = settings.max_model_len or (pages - 1) * layout.page_tokens
         self.step_tokens = max(
@@ -88,7 +91,9 @@ class EngineCore:
         table_width = -(-self.max_model_len // self.page_tokens)
         self._rows = RowTable(settings.max_sequences, table_width, self.page_tokens, eos_ids)
         self._outbox = Outbox()
-        self._outgoing = Outgoing(self._outbox, Owner(self._handed_over, self._fail, self._release), self.page_tokens)
+        self._outgoing = Outgoing(
+            self._outbox, Owner(self._handed_over, self._fail, self._release), self.page_tokens, observer
+        )
         self._scheduler = Scheduler(
             self._account,
             self._rows,
@@ -99,6 +104,7 @@ class EngineCore:
             fits=self._fits,
             withdraw=lambda sequence: self._outgoing.cancel(sequence, "worker_lost"),
             give_up=self._outgrown,
+            observer=observer,
         )
         self._incoming = Incoming(
             self._outbox,
@@ -110,6 +116,7 @@ class EngineCore:
             prefix_cache=settings.prefix_cache,
             fits=self._fits,
             adopted=self._adopt,
+            observer=observer,
         )
         self._live: dict[str, Sequence] = {}  # by request id: those that may still need an answer from here
         self._ending: set[Sequence] = set()  # ended, but a step or a copy still uses their pages
@@ -131,11 +138,13 @@ class EngineCore:
         arrival = self._scheduler.next_arrival()
         root = root_key(self._fingerprint, request.cache_salt)
         sequence = Sequence(request, router, decode_at, arrival, root, self._eos_ids, self.max_model_len)
+        self._observer.submitted(sequence)
         refusal = self._terms.refusal(sequence, len(self._scheduler.waiting), self.draining)
         if refusal is not None:
             self._answer_failed(sequence, *refusal)
         elif len(sequence.tokens) >= sequence.limit:
             self._outbox.tokens(router, sequence.message(len(sequence.tokens), finish="length"))
+            self._observer.ended(sequence, "finished")
         else:
             self._live[request.id] = sequence
             self._scheduler.enter(sequence, Phase.WAITING)
@@ -232,6 +241,7 @@ class EngineCore:
         for sequence, _ in chunks:
             sequence.in_flight = True
         self._flight = _Flight(self._step, decodes, chunks, again)
+        self._observer.planned(self._step, decodes, chunks)
         return plan
 
     def _admit(self) -> None:
@@ -277,6 +287,7 @@ class EngineCore:
         flight = self._land(plan)
         if outcome.step != plan.step:
             raise ValueError(f"outcome of step {outcome.step} given for step {plan.step}")
+        self._observer.settled(flight.step, flight.decodes, flight.chunks)
         tokens = outcome.token_ids.tolist()
         logprobs = outcome.logprobs
         unsound = set(np.flatnonzero(plan.sample & (outcome.token_ids < 0)).tolist())
@@ -311,6 +322,7 @@ class EngineCore:
         """
         flight = self._land(plan)
         self._rows.retell(plan)
+        self._observer.step_failed(flight.step, flight.decodes, flight.chunks)
         tried = [*((s, 0) for s in flight.decodes), *flight.chunks]
         there = [(sequence, count) for sequence, count in tried if self._back(sequence)]
         if flight.again:
@@ -342,6 +354,7 @@ class EngineCore:
 
     def _prompt_done(self, sequence: Sequence, token: int, logprob: Logprob | None) -> None:
         """All tokens are computed and the next is sampled: the sequence decodes here, or goes to its destination."""
+        self._observer.sampled(sequence)
         if sequence.handoff is None:
             self._scheduler.shift(sequence, Phase.DECODE)
             self._next_token(sequence, token, logprob)
@@ -390,10 +403,12 @@ class EngineCore:
         self._scheduler.register(sequence)
         self._live[request.id] = sequence
         self._scheduler.enter(sequence, Phase.LANDED)
+        self._observer.adopted(sequence, commit)
         self._outbox.router(commit.router, wire.Adopted(request=request.id, attempt=request.attempt))
 
     def _handed_over(self, sequence: Sequence) -> None:
         if sequence.phase is not Phase.ENDED:
+            self._observer.handed_over(sequence)
             self._forget(sequence)
 
     def _fail(self, sequence: Sequence, code: str, message: str, *, retriable: bool = True) -> None:
@@ -412,6 +427,7 @@ class EngineCore:
         )
 
     def _answer_failed(self, sequence: Sequence, code: str, message: str, retriable: bool | None = None) -> None:
+        self._observer.failed(sequence, code, message)
         name, attempt = sequence.identity
         if retriable is None:
             retriable = REQUEST_ERRORS[code].retriable
@@ -420,6 +436,7 @@ class EngineCore:
 
     def _end(self, sequence: Sequence, code: str) -> None:
         """Ends a sequence in whatever phase; its pages go when no step and no copy uses them."""
+        self._observer.ended(sequence, code)
         self._forget(sequence)
         self._outgoing.cancel(sequence, code)
         self._release(sequence)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from slipstream import wire
 from slipstream.engine.effects import Outbox
+from slipstream.engine.observe import NoObserver, Observer
 from slipstream.engine.scheduler import Scheduler, Verdict
 from slipstream.kv.pages import PageAccount, PageState
 from slipstream.transfer.protocol import Adopt, DestinationAction, DestinationHandoff, DestinationState, Free, Send
@@ -54,7 +55,9 @@ class Incoming:
         prefix_cache: bool,
         fits: Callable[[int, int], bool],
         adopted: Callable[[Arrival, wire.Commit], None],
+        observer: Observer | None = None,
     ) -> None:
+        self._observer = observer or NoObserver()
         self.deferred: list[Arrival] = []
         self._outbox = outbox
         self._account = account
@@ -100,6 +103,7 @@ class Incoming:
         handoff = DestinationHandoff(peer, offer)
         limit = min(offer.prompt_len + offer.max_tokens, self._max_model_len)
         arrival = Arrival(handoff, (offer.priority, self._scheduler.next_arrival()), limit)
+        self._observer.offer_came(arrival)
         refusal = refusal or self._never(offer, limit)
         if refusal is not None:
             self._perform(arrival, handoff.refuse(*refusal))
@@ -200,6 +204,7 @@ class Incoming:
             match action:
                 case Send(message):
                     self._outbox.peer(handoff.peer, False, message)
+                    self._observer.replied(arrival, message)
                 case Adopt(commit):
                     pages = arrival.pages
                     self._account.move(pages, PageState.RESERVED, PageState.LANDED)

@@ -14,6 +14,7 @@ import msgspec
 
 from slipstream import wire
 from slipstream.engine.effects import CopyPages, Outbox
+from slipstream.engine.observe import NoObserver, Observer
 from slipstream.engine.sequence import Sequence
 from slipstream.transfer.protocol import (
     Copy,
@@ -41,7 +42,8 @@ class Owner:
 class Outgoing:
     """All transfers that this worker is the source of. Transfer numbers are never used twice."""
 
-    def __init__(self, outbox: Outbox, owner: Owner, page_tokens: int) -> None:
+    def __init__(self, outbox: Outbox, owner: Owner, page_tokens: int, observer: Observer | None = None) -> None:
+        self._observer = observer or NoObserver()
         self._outbox = outbox
         self._owner = owner
         self._page_tokens = page_tokens
@@ -72,6 +74,7 @@ class Outgoing:
             priority=sequence.request.priority,
         )
         self._outbox.peer(handoff.peer, True, offer)
+        self._observer.offered(sequence)
 
     def progress(self, sequence: Sequence) -> None:
         """More of the sequence is computed: what is full can be copied."""
@@ -104,6 +107,7 @@ class Outgoing:
             for action in release_of(message):
                 self._outbox.peer(peer, True, action.message)
             return
+        self._observer.answered(sequence, message)
         match message:
             case wire.Grant():
                 actions = handoff.on_grant(message)
@@ -123,6 +127,7 @@ class Outgoing:
     def copied(self, xfer: int, failure: str | None) -> None:
         """One copy job has ended. Raises KeyError for a job that was never started or was answered twice."""
         handoff, sequence = self._transfers[xfer]
+        self._observer.copied(sequence, failure)
         self._perform(sequence, handoff, handoff.copied() if failure is None else handoff.copy_failed(failure))
 
     def lost(self, peer: str) -> None:
@@ -137,12 +142,16 @@ class Outgoing:
             match action:
                 case Send(message):
                     self._outbox.peer(handoff.peer, True, message)
+                    if isinstance(message, wire.Commit):
+                        self._observer.committed(sequence)
                 case Copy(first, destination_pages):
                     source_pages = sequence.pages[first : first + len(destination_pages)]
                     self._outbox.copy(CopyPages(handoff.peer, handoff.xfer, source_pages, destination_pages))
+                    self._observer.copying(sequence, len(destination_pages))
                 case HandedOver():
                     self._owner.handed_over(sequence)
                 case Fail(code, message):
+                    self._observer.handoff_failed(sequence, code, message)
                     self._owner.failed(sequence, code, message)
                 case Unpin():
                     del self._transfers[handoff.xfer]

@@ -26,6 +26,7 @@ from typing import Protocol
 
 import numpy as np
 
+from slipstream.engine.observe import NoObserver, Observer
 from slipstream.engine.plan import IntArray
 from slipstream.engine.rows import RowTable
 from slipstream.engine.sequence import Phase, Sequence
@@ -71,7 +72,9 @@ class Scheduler:
         fits: Callable[[int, int], bool],
         withdraw: Callable[[Sequence], None],
         give_up: Callable[[Sequence], None],
+        observer: Observer | None = None,
     ) -> None:
+        self._observer = observer or NoObserver()
         self.account = account
         self.rows = rows
         self.waiting: list[Sequence] = []
@@ -165,6 +168,7 @@ class Scheduler:
             self.account.move(sequence.pages, PageState.LANDED, PageState.RUNNING)
             self.rows.assign(sequence)
             self.shift(sequence, Phase.DECODE)
+            self._observer.seated(sequence)
 
     def _grow(self) -> set[int]:
         """Gives every decoding sequence the page of its next token; returns the rows of those that got none."""
@@ -208,6 +212,7 @@ class Scheduler:
         assert not sequence.copying, f"{sequence!r} preempted while its pages are being copied"
         assert not sequence.in_flight, f"{sequence!r} preempted while it is being computed"
         self.preemptions += 1
+        self._observer.preempted(sequence)
         if len(sequence.tokens) > self.account.total * self._page_tokens:
             self._give_up(sequence)
             return
@@ -291,6 +296,7 @@ class Scheduler:
         sequence.passed_over = 0
         self.shift(sequence, Phase.PREFILL)
         self.rows.assign(sequence)
+        self._observer.admitted(sequence)
         self._add_chunk(sequence)
         return Verdict.TAKEN
 
