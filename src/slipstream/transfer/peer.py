@@ -35,7 +35,9 @@ from slipstream.transfer.transports.base import Exports, Runs
 Answer = TypeVar("Answer", bound=wire.Message)
 
 ANSWER_S = 10.0
-BANDWIDTH_WRITES = 8
+BANDWIDTH_WRITES = 4
+BANDWIDTH_S = 2e-3  # what a timed write should take at least, so that starting it does not count
+MOST_REPEATS = 256
 LATENCY_WRITES = 8
 LATENCY_BYTES = 4096
 
@@ -128,11 +130,22 @@ class _Preflight:
         result = await self._ask(wire.ProbeWritten(probe=probe, seed=seed, bytes=size, block=block), wire.ProbeResult)
         if result.error:
             raise RouteUnavailable(f"the preflight's bytes did not arrive as sent: {result.error}")
-        seconds = await self._time(route, runs, BANDWIDTH_WRITES)
+        gb_per_s = await self._bandwidth(route, runs, size)
         small = min(LATENCY_BYTES, size)
         one = Runs(*(np.array([value], np.int64) for value in (start, grant.offset, small)))
         latencies = await self._time(route, one, LATENCY_WRITES)
-        return size / statistics.median(seconds) / 1e9, statistics.median(latencies) * 1e6
+        return gb_per_s, statistics.median(latencies) * 1e6
+
+    async def _bandwidth(self, route: Route, runs: Runs, size: int) -> float:
+        """GB/s of the same writes, repeated in one job until it takes long enough to show the rate of the link."""
+        repeats, took = 1, 0.0
+        while True:
+            many = Runs(*(np.tile(column, repeats) for column in (runs.source, runs.destination, runs.length)))
+            seconds = await self._time(route, many, BANDWIDTH_WRITES if took else 2)
+            took = statistics.median(seconds)
+            if took >= BANDWIDTH_S / 2 or repeats == MOST_REPEATS:
+                return repeats * size / took / 1e9
+            repeats = min(MOST_REPEATS, repeats * max(2, round(BANDWIDTH_S / max(took, 1e-6))))
 
     async def _time(self, route: Route, runs: Runs, count: int) -> list[float]:
         try:
