@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -26,11 +27,21 @@ class PoisonedRunner:
     def __init__(self, poison: set[int]) -> None:
         self.poison = poison
         self.broken = False
+        self.depth = 1
+        self._launched: deque[StepPlan] = deque()
 
-    def execute(self, plan: StepPlan) -> StepOutcome:
+    def launch(self, plan: StepPlan) -> None:
+        self._launched.append(plan)
+
+    def collect(self) -> StepOutcome:
+        plan = self._launched.popleft()
         if self.broken or self.poison & set(plan.token_ids.tolist()):
             raise RuntimeError("the kernel failed")
         return StepOutcome(plan.step, np.where(plan.sample, 100, -1), [None] * plan.sequences)
+
+    def execute(self, plan: StepPlan) -> StepOutcome:
+        self.launch(plan)
+        return self.collect()
 
 
 class Work:

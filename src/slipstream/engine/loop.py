@@ -33,8 +33,17 @@ Event = Callable[[EngineCore], None]
 
 
 class Runner(Protocol):
-    """What executes plans; see `run.runner.Runner`."""
+    """What executes plans, in the order in which they are launched; see `run.runner.Runner`.
 
+    `depth` is how many steps may be launched before the first of them is collected. `launch` returns before the step
+    is done where the device allows, and raises nothing; `collect` waits for the oldest step under way, and raises what
+    that step raised. `execute` is both.
+    """
+
+    @property
+    def depth(self) -> int: ...
+    def launch(self, plan: StepPlan) -> None: ...
+    def collect(self) -> StepOutcome: ...
     def execute(self, plan: StepPlan) -> StepOutcome: ...
 
 
@@ -94,7 +103,8 @@ class EngineLoop:
     def _step(self, plan: StepPlan) -> None:
         started = time.perf_counter()
         try:
-            outcome = self._runner.execute(plan)
+            self._runner.launch(plan)
+            outcome = self._runner.collect()
         except Exception as error:
             self.failed_steps += 1
             logger.exception("step %d of %d sequences failed", plan.step, plan.sequences)

@@ -16,6 +16,8 @@ from slipstream.types import Logprob, SamplingParams
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
+FROM_DEVICE = -1  # in place of a token id that the step before sampled and only the device knows
+
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
@@ -39,6 +41,9 @@ class StepPlan:
     Sequence i owns tokens query_start[i] to query_start[i+1] of the columns; its KV including these tokens is
     context_lens[i] tokens long and lies in the pages of block_tables[i] (padded with page 0, the scratch page).
     Where `sample[i]`, one token is drawn from the logits of its last token.
+
+    A token id of FROM_DEVICE is the one that the step before drew for this sequence's row, for a plan that is made
+    before that step has been collected. Runners of depth 1 never see it.
     """
 
     step: int

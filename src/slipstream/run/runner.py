@@ -2,12 +2,13 @@
 
 A plan comes in as numpy columns and its outcome goes out as such. The runner holds no sequences: what it keeps between
 steps is the KV pool, which the plans index, and the sampling state of rows, which plans set and free. It belongs to the
-thread that calls `execute`.
+thread that calls `launch`.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -31,18 +32,41 @@ class Runner:
     """The model of one rank over its KV pool.
 
     `memory` is the pool as a byte tensor on the model's device, pages first; `threads` is the number of compute threads
-    on a CPU (0 leaves torch's setting). The pool belongs to whoever allocated it and must outlive the runner.
+    on a CPU (0 leaves torch's setting). The pool belongs to whoever allocated it and must outlive the runner. `depth` is
+    how many steps may be launched before the first of them is collected.
     """
+
+    depth = 1
 
     def __init__(self, model: Llama, layout: KVLayout, memory: Tensor, max_sequences: int, *, threads: int = 0) -> None:
         self.model, self.layout = model, layout
         self.pool = PagedPool(memory, layout, model.dtype)
         self.sampler = Sampler(max_sequences, model.config.vocab, model.device)
         self._threads, self._thread = threads, 0
+        self._done: deque[StepOutcome | Exception] = deque()
+
+    def launch(self, plan: StepPlan) -> None:
+        """Begins a step; it is done when this returns. Whatever it raises, `collect` raises."""
+        assert not self._done, "the step before has not been collected"
+        try:
+            self._done.append(self._run(plan))
+        except Exception as error:
+            self._done.append(error)
+
+    def collect(self) -> StepOutcome:
+        """The outcome of the oldest step under way. Its keys and values are in the pool: their copies may start."""
+        outcome = self._done.popleft()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def execute(self, plan: StepPlan) -> StepOutcome:
+        """One step from plan to outcome."""
+        self.launch(plan)
+        return self.collect()
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepOutcome:
-        """Runs one step. New keys and values are in the pool, and its copies may start, when this returns."""
+    def _run(self, plan: StepPlan) -> StepOutcome:
         self._settle_thread()
         for row in plan.freed_rows:
             self.sampler.free(row)

@@ -84,7 +84,7 @@ class CudaRunner(Runner):
             self._sync()
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepOutcome:
+    def _run(self, plan: StepPlan) -> StepOutcome:
         for row in plan.freed_rows:
             self.sampler.free(row)
         for new in plan.new_rows:
