@@ -8,10 +8,37 @@ one contiguous run of heads.
 from __future__ import annotations
 
 import hashlib
+from typing import NamedTuple
 
 import msgspec
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class HeadRange(NamedTuple):
+    """The KV heads that one rank holds. Ranks of one worker may hold the same heads (more ranks than heads)."""
+
+    first: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.size
+
+
+def head_range(total_kv_heads: int, tp_size: int, rank: int) -> HeadRange:
+    """The heads of `rank` of `tp_size`: an equal share, or one head replicated where there are more ranks than heads.
+
+    Raises ValueError when neither divides the other.
+    """
+    if not 0 <= rank < tp_size:
+        raise ValueError(f"rank {rank} is not one of {tp_size}")
+    if total_kv_heads % tp_size == 0:
+        count = total_kv_heads // tp_size
+        return HeadRange(rank * count, count)
+    if tp_size % total_kv_heads == 0:
+        return HeadRange(rank * total_kv_heads // tp_size, 1)
+    raise ValueError(f"{total_kv_heads} KV heads cannot be shared by {tp_size} ranks; one must divide the other")
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):

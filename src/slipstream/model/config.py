@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from slipstream.errors import ModelError
-from slipstream.kv.layout import ITEM_BYTES, KVLayout
+from slipstream.kv.layout import ITEM_BYTES, KVLayout, head_range
 from slipstream.model.files import ModelFiles, read_json
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
@@ -96,23 +96,27 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.layers * layer + self.hidden + self.vocab * self.hidden * (1 if self.tied else 2)
 
     def layout(self, page_tokens: int, dtype: str, tp_size: int = 1, rank: int = 0) -> KVLayout:
-        """The pages of one rank. Raises ModelError when the heads cannot be divided among `tp_size` ranks."""
+        """The pages of one rank; with more ranks than KV heads, neighbours hold the same one.
+
+        Raises ModelError when the KV heads cannot be divided among `tp_size` ranks.
+        """
         if dtype not in ITEM_BYTES:
             raise ModelError(f"KV dtype {dtype!r} is not one of {', '.join(ITEM_BYTES)}.")
-        if self.kv_heads % tp_size or self.heads % tp_size or not 0 <= rank < tp_size:
+        try:
+            heads = head_range(self.kv_heads, tp_size, rank)
+        except ValueError:
             raise ModelError(
-                f"{self.heads} heads and {self.kv_heads} KV heads cannot be divided among {tp_size} ranks "
-                f"(rank {rank}); use a tensor-parallel size that divides both."
-            )
-        heads = self.kv_heads // tp_size
+                f"{self.kv_heads} KV heads cannot be divided among {tp_size} ranks (rank {rank}); use a "
+                "tensor-parallel size that divides them or that they divide."
+            ) from None
         return KVLayout(
             page_tokens=page_tokens,
             layers=self.layers,
-            kv_heads=heads,
+            kv_heads=heads.size,
             head_dim=self.head_dim,
             dtype=dtype,
             total_kv_heads=self.kv_heads,
-            first_head=rank * heads,
+            first_head=heads.first,
             model=self.identity,
         )
 

@@ -92,8 +92,13 @@ class GGUFFile:
         start = -(-header.at // alignment) * alignment
         self.tensors = {n: GGUFTensor(n, shape, kind, start + offset) for n, shape, kind, offset in found}
 
-    def rows(self, name: str) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    def rows(
+        self, name: str, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None
+    ) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Yields (first row, rows) of one tensor as float32, a few million elements at a time.
+
+        `rows` and `columns` (first, end) name a part of it; its rows count from 0. Nothing else is read, but for the
+        rest of the quantisation blocks that columns begin and end in.
 
         Raises ModelError for a quantisation that the installed `gguf` package cannot read.
         """
@@ -108,16 +113,22 @@ class GGUFFile:
             raise ModelError(f"{self.path}: tensor {name} has the unknown type {tensor.type}.") from None
         width = tensor.shape[-1]
         row_bytes = width // block * block_bytes
-        rows = int(np.prod(tensor.shape[:-1], dtype=np.int64))
-        if tensor.offset + rows * row_bytes > len(self._data):
+        count = int(np.prod(tensor.shape[:-1], dtype=np.int64))
+        if tensor.offset + count * row_bytes > len(self._data):
             raise ModelError(f"{self.path} ends inside tensor {name}; download it again.")
-        raw = self._data[tensor.offset : tensor.offset + rows * row_bytes].reshape(rows, row_bytes)
-        step = max(1, CHUNK_ELEMENTS // width)
-        for first in range(0, rows, step):
+        raw = self._data[tensor.offset : tensor.offset + count * row_bytes].reshape(count, row_bytes)
+        if rows is not None:
+            raw = raw[slice(*rows)]
+        left, right = columns or (0, width)
+        skipped = left // block
+        raw = raw[:, skipped * block_bytes : -(-right // block) * block_bytes]
+        step = max(1, CHUNK_ELEMENTS // (right - left))
+        for first in range(0, len(raw), step):
             try:
-                values = dequantize(raw[first : first + step], quantization)
+                values = dequantize(np.ascontiguousarray(raw[first : first + step]), quantization)
             except NotImplementedError:
                 raise ModelError(f"{self.path}: tensor {name} is {quantization.name}, which cannot be read.") from None
+            values = values[:, left - skipped * block : right - skipped * block]
             yield first, values if values.flags.writeable else values.copy()
 
     def read(self, name: str) -> NDArray[np.float32]:

@@ -62,6 +62,10 @@ class Linear:
             return torch.mm(x, self.transposed)
         return torch.addmm(self.bias, x, self.transposed)
 
+    def part_of(self, whole: Tensor) -> None:
+        """Takes these rows of another weight, a view, instead of a weight of its own."""
+        self.weight, self.transposed = whole, whole.t()
+
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + x W^T + b in one pass."""
         y = torch.addmm(residual, x, self.transposed)

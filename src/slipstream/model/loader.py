@@ -1,8 +1,9 @@
 """Fills a model with the weights of its files.
 
 The model is allocated once, in its final dtype, device and order in memory; then each tensor of the files is read,
-converted and copied into its place, so that no more than a few megabytes exist twice. Before anything is read the
-names and shapes of the files are compared with what the config asks for, and the memory with what there is.
+converted and copied into its place, so that no more than a few megabytes exist twice. A tensor-parallel rank reads only
+its part. Before anything is read the names and shapes of the files are compared with what the config asks for, and the
+memory with what there is.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from slipstream.model.config import ModelConfig
 from slipstream.model.files import ModelFiles
 from slipstream.model.gguf import ROPE_FACTORS, GGUFFile, hf_name, interleaved_heads
 from slipstream.model.llama import Llama
+from slipstream.model.shard import Part, Shard
 
 Progress = Callable[[int, int], None]
 SAFETENSORS_DTYPES = {"F32", "F16", "BF16", "F64"}
@@ -32,8 +34,8 @@ class Weights(Protocol):
 
     def shapes(self) -> dict[str, tuple[int, ...]]: ...
 
-    def copy(self, name: str, into: Tensor) -> None:
-        """Reads one tensor and writes it, converted, into a tensor of the same shape."""
+    def copy(self, name: str, into: Tensor, part: Part | None = None) -> None:
+        """Reads one tensor, or a part of it, and writes it, converted, into a tensor of the same shape."""
         ...
 
 
@@ -46,33 +48,36 @@ def load(
     *,
     free_bytes: int | None = None,
     dummy: bool = False,
+    shard: Shard | None = None,
 ) -> Llama:
-    """Builds the model and loads its weights.
+    """Builds the model, or a shard of it, and loads its weights. `config` is the whole model's.
 
     `progress(done, total)` is called with bytes of the loaded weights as they come. `free_bytes` is what the device
-    has; None skips the check. `dummy` fills the weights at random instead, the same on every worker.
+    has; None skips the check. `dummy` fills the weights at random instead, the same on every worker and however many
+    ranks share them.
 
     Raises ModelError when memory is too little, a tensor is missing, unexpected or of another shape.
     """
-    needed = config.parameters * dtype.itemsize
+    shard = shard or Shard(config)
+    needed = shard.parameters * dtype.itemsize
     if free_bytes is not None and needed > free_bytes:
         raise ModelError(
             f"the weights need {needed / 2**30:.2f} GiB as {str(dtype).removeprefix('torch.')} on {device}, but only "
             f"{free_bytes / 2**30:.2f} GiB are free. Use a smaller model, a shorter dtype or another device."
         )
     if dummy:
-        model = Llama(config, dtype=dtype, device=device)
-        _fill_at_random(model.tensors(), progress)
+        model = Llama(config, dtype=dtype, device=device, shard=shard)
+        _fill_at_random(model, _meta_tensors(config), progress)
         _pack(model, free_bytes, needed)
         return model
     weights = GGUFWeights(files.weights[0], config) if files.kind == "gguf" else SafetensorsWeights(files.weights)
     wanted = {name: tuple(tensor.shape) for name, tensor in _meta_tensors(config).items()}
     _compare(files.name, weights.shapes(), wanted)
-    model = Llama(config, dtype=dtype, device=device)
+    model = Llama(config, dtype=dtype, device=device, shard=shard)
     targets = model.tensors()
     total, done = sum(tensor.numel() * dtype.itemsize for tensor in targets.values()), 0
     for name, target in targets.items():
-        weights.copy(name, target)
+        weights.copy(name, target, model.part(name))
         done += target.numel() * dtype.itemsize
         if progress is not None:
             progress(done, total)
@@ -125,23 +130,41 @@ def _some(names: Iterable[str], most: int = 4) -> str:
     return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
 
 
-def _fill_at_random(tensors: dict[str, Tensor], progress: Progress | None) -> None:
-    """Normal numbers from one stock, taken at other places for each part, since drawing all takes minutes a model."""
+def _fill_at_random(model: Llama, whole: dict[str, Tensor], progress: Progress | None) -> None:
+    """Normal numbers from one stock, taken at other places for each piece, since drawing all takes minutes a model.
+
+    `whole` has the shapes of the whole model, whose numbers a shard gets its part of.
+    """
+    tensors = model.tensors()
     stock = torch.empty(DUMMY_STOCK).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(DUMMY_SEED))
     kind = next(iter(tensors.values()))
     stock = stock.to(kind.device, kind.dtype)
     total, done = sum(tensor.nbytes for tensor in tensors.values()), 0
-    for index, (name, tensor) in enumerate(tensors.items()):
+    for index, (name, full) in enumerate(whole.items()):
+        tensor = tensors.get(name)
+        if tensor is None:  # a bias that another rank adds
+            continue
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
         else:
-            parts = tensor.split(max(1, DUMMY_STOCK // 2 // (tensor.numel() // len(tensor))))
-            for count, part in enumerate(parts):
-                first = (index * 7919 + count * 104729) % (DUMMY_STOCK // 2)
-                part.copy_(stock[first : first + part.numel()].view(part.shape))
+            _fill_from(stock, index, full, tensor, model.part(name))
         done += tensor.nbytes
         if progress is not None:
             progress(done, total)
+
+
+def _fill_from(stock: Tensor, index: int, full: Tensor, into: Tensor, part: Part | None) -> None:
+    """Fills a tensor, or the part of it that is held here, from the stock. `full` has its whole shape."""
+    row = full.numel() // len(full)
+    rows = max(1, DUMMY_STOCK // 2 // row)
+    held = part if part is not None and part.dim == 0 else Part(0, 0, len(full))
+    for count in range(held.first // rows, -(-held.end // rows)):
+        begin, end = max(held.first, count * rows), min(held.end, (count + 1) * rows)
+        first = (index * 7919 + count * 104729) % (DUMMY_STOCK // 2) + (begin - count * rows) * row
+        piece = stock[first : first + (end - begin) * row].view(end - begin, *full.shape[1:])
+        if part is not None and part.dim == 1:
+            piece = part.of(piece)
+        into[begin - held.first : end - held.first].copy_(piece)
 
 
 class SafetensorsWeights:
@@ -171,8 +194,14 @@ class SafetensorsWeights:
             found[name] = tuple(part.get_shape())
         return found
 
-    def copy(self, name: str, into: Tensor) -> None:
-        into.copy_(self._files[name].get_tensor(name))
+    def copy(self, name: str, into: Tensor, part: Part | None = None) -> None:
+        file = self._files[name]
+        if part is None:
+            into.copy_(file.get_tensor(name))
+            return
+        kept = slice(part.first, part.end)
+        whole = file.get_slice(name)
+        into.copy_(whole[kept] if part.dim == 0 else whole[:, kept])
 
 
 class GGUFWeights:
@@ -187,16 +216,26 @@ class GGUFWeights:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: self.file.tensors[source].shape for name, source in self._names.items()}
 
-    def copy(self, name: str, into: Tensor) -> None:
-        if heads := interleaved_heads(self.config, name):
-            whole = torch.from_numpy(self.file.read(self._names[name]))
-            pairs = whole.unflatten(0, (heads, self.config.head_dim // 2, 2))
-            into.copy_(pairs.transpose(1, 2).reshape(whole.shape))
-        elif into.dim() == 1:
-            into.copy_(torch.from_numpy(self.file.read(self._names[name])))
-        else:
-            for first, rows in self.file.rows(self._names[name]):
-                into[first : first + len(rows)].copy_(torch.from_numpy(rows))
+    def copy(self, name: str, into: Tensor, part: Part | None = None) -> None:
+        source = self._names[name]
+        if into.dim() == 1:
+            whole = torch.from_numpy(self.file.read(source))
+            held = whole if part is None else part.of(whole)
+            into.copy_(self._in_order(held) if interleaved_heads(self.config, name) else held)
+            return
+        rows = (part.first, part.end) if part is not None and part.dim == 0 else None
+        columns = (part.first, part.end) if part is not None and part.dim == 1 else None
+        pieces = self.file.rows(source, rows=rows, columns=columns)
+        if interleaved_heads(self.config, name):
+            into.copy_(self._in_order(torch.cat([torch.from_numpy(piece) for _, piece in pieces])))
+            return
+        for first, piece in pieces:
+            into[first : first + len(piece)].copy_(torch.from_numpy(piece))
+
+    def _in_order(self, rows: Tensor) -> Tensor:
+        """Rows of whole heads, which the converter has interleaved."""
+        pairs = rows.unflatten(0, (-1, self.config.head_dim // 2, 2))
+        return pairs.transpose(1, 2).reshape(rows.shape)
 
     def rope_factors(self) -> Tensor | None:
         """What divides the rotary frequencies, [head_dim / 2]; None when the file says nothing."""

@@ -17,19 +17,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from slipstream.kv.layout import HeadRange as HeadRange
 from slipstream.kv.layout import KVLayout
+from slipstream.kv.layout import head_range as head_range
 from slipstream.transfer.transports.base import Runs
-
-
-class HeadRange(NamedTuple):
-    """The KV heads that one rank holds. Ranks of one worker may hold the same heads (more ranks than heads)."""
-
-    first: int
-    size: int
-
-    @property
-    def end(self) -> int:
-        return self.first + self.size
 
 
 class HeadMove(NamedTuple):
@@ -38,21 +29,6 @@ class HeadMove(NamedTuple):
     source_rank: int
     destination_rank: int
     heads: HeadRange
-
-
-def head_range(total_kv_heads: int, tp_size: int, rank: int) -> HeadRange:
-    """The heads of `rank` of `tp_size`: an equal share, or one head replicated where there are more ranks than heads.
-
-    Raises ValueError when neither divides the other.
-    """
-    if not 0 <= rank < tp_size:
-        raise ValueError(f"rank {rank} is not one of {tp_size}")
-    if total_kv_heads % tp_size == 0:
-        count = total_kv_heads // tp_size
-        return HeadRange(rank * count, count)
-    if tp_size % total_kv_heads == 0:
-        return HeadRange(rank * total_kv_heads // tp_size, 1)
-    raise ValueError(f"{total_kv_heads} KV heads cannot be shared by {tp_size} ranks; one must divide the other")
 
 
 def head_moves(sources: Sequence[HeadRange], destinations: Sequence[HeadRange]) -> tuple[HeadMove, ...]:
@@ -164,6 +140,12 @@ def split(runs: Runs, piece_bytes: int, piece_runs: int) -> Iterator[Runs]:
         return
     ends = np.cumsum(runs.length)
     total = int(ends[-1])
+    if total <= piece_bytes and len(ends) <= piece_runs:
+        yield runs
+        return
+    if int(runs.length.max()) <= piece_bytes:
+        yield from _split_between(runs, ends, piece_bytes, piece_runs)
+        return
     cuts = np.union1d(np.concatenate(([0], ends[:-1])), np.arange(0, total, piece_bytes, dtype=np.int64))
     owner = np.searchsorted(ends, cuts, side="right")
     inside = cuts - (ends[owner] - runs.length[owner])
@@ -174,3 +156,13 @@ def split(runs: Runs, piece_bytes: int, piece_runs: int) -> Iterator[Runs]:
         for first in range(start, end, piece_runs):
             piece = slice(first, min(first + piece_runs, end))
             yield Runs(source[piece], destination[piece], length[piece])
+
+
+def _split_between(runs: Runs, ends: NDArray[np.int64], piece_bytes: int, piece_runs: int) -> Iterator[Runs]:
+    """The same where no run is longer than a piece, so that none has to be cut. `ends`: bytes up to each run's end."""
+    start, sent = 0, 0
+    while start < len(ends):
+        end = min(int(np.searchsorted(ends, sent + piece_bytes, side="right")), start + piece_runs)
+        piece = slice(start, end)
+        yield Runs(runs.source[piece], runs.destination[piece], runs.length[piece])
+        start, sent = end, int(ends[end - 1])
