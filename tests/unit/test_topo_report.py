@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
+from slipstream.cli.main import cli
+from slipstream.errors import ConfigError, SetupError
 from slipstream.topo import choose, draw, report
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "topology"
@@ -23,9 +27,15 @@ def paths(*names: str) -> list[str]:
     return [str(FIXTURES / name) for name in names]
 
 
-def test_the_seed_machine_is_reported_as_its_notes_describe_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert report.main(["--from", *paths(*SEED)]) == 0
-    text = " ".join(capsys.readouterr().out.split())
+def told(*arguments: str) -> str:
+    """What `slipstream topo` prints."""
+    result = CliRunner().invoke(cli, ["topo", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def test_the_seed_machine_is_reported_as_its_notes_describe_it() -> None:
+    text = " ".join(told("--from", *paths(*SEED)).split())
     assert "8 GPUs, 32 RDMA ports (4 active, 1 usable)" in text
     assert "mlx5_24/1 ACTIVE Ethernet 200 Gb/s eth0 GID 3" in text
     assert "left out (31)" in text
@@ -46,20 +56,17 @@ def test_the_best_usable_nic_of_the_golden_reading_is_chosen() -> None:
     assert [nic.name for nic in machine.nics if nic.usable] == golden["usable_nics"]
 
 
-def test_json_holds_machine_plan_and_readings(capsys: pytest.CaptureFixture[str]) -> None:
-    assert report.main(["--json", "--from", *paths(*SEED)]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told.keys() == {"machine", "plan", "readings"}
-    assert len(told["plan"]["refused"]) == 31
-    assert [reading["kind"] for reading in told["readings"]] == [GOLDEN[name]["kind"] for name in SEED]
+def test_json_holds_machine_plan_and_readings() -> None:
+    found = json.loads(told("--json", "--from", *paths(*SEED)))
+    assert found.keys() == {"machine", "plan", "readings"}
+    assert len(found["plan"]["refused"]) == 31
+    assert [reading["kind"] for reading in found["readings"]] == [GOLDEN[name]["kind"] for name in SEED]
 
 
-def test_a_saved_snapshot_reads_back_as_the_same_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_saved_snapshot_reads_back_as_the_same_machine(tmp_path: Path) -> None:
     saved = tmp_path / "machine.json"
-    assert report.main(["--save", str(saved), "--from", *paths(*SEED)]) == 0
-    first = capsys.readouterr().out
-    assert report.main(["--from", str(saved)]) == 0
-    assert capsys.readouterr().out == first
+    first = told("--save", str(saved), "--from", *paths(*SEED))
+    assert told("--from", str(saved)) == first
 
 
 def test_every_posted_text_alone_gives_a_report() -> None:
@@ -93,14 +100,12 @@ def test_one_file_with_several_outputs_is_read_whole(tmp_path: Path) -> None:
     ("content", "said"),
     [("nothing known\n", "cannot tell which tool"), ("{}", "no snapshot"), (None, "cannot read")],
 )
-def test_unreadable_input_is_refused_with_exit_code_2(
-    content: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unreadable_input_is_refused(content: str | None, said: str, tmp_path: Path) -> None:
     file = tmp_path / "input.txt"
     if content is not None:
         file.write_text(content)
-    assert report.main(["--from", str(file)]) == 2
-    assert said in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=said):
+        report.load([str(file)])
 
 
 @pytest.mark.parametrize("name", [n for n, row in GOLDEN.items() if row["kind"] == "nvidia-smi-topo"])
@@ -116,6 +121,103 @@ def test_a_drawing_shows_every_device_once(name: str) -> None:
     out = io.StringIO()
     Console(file=out, width=100).print(draw.terminal(machine, plan))
     assert all(gpu.name in out.getvalue() for gpu in machine.gpus)
+
+
+@pytest.mark.parametrize("name", [n for n, row in GOLDEN.items() if row["kind"] == "nvidia-smi-topo"])
+def test_nothing_in_a_drawing_overlaps_or_leaves_it(name: str) -> None:
+    machine, _ = report.load(paths(name))
+    root = ElementTree.fromstring(draw.svg(machine, choose.plan(machine)))
+    width, height = float(root.attrib["width"]), float(root.attrib["height"])
+    boxes = []
+    for rect in root.iter("{http://www.w3.org/2000/svg}rect"):
+        x, y = float(rect.get("x", 0)), float(rect.get("y", 0))
+        right, bottom = x + float(rect.attrib["width"]), y + float(rect.attrib["height"])
+        assert x >= 0, rect.attrib
+        assert right <= width + 0.01, rect.attrib
+        assert bottom <= height + 0.01, rect.attrib
+        if rect.get("class") not in ("paper", "frame"):
+            boxes.append((x, y, right, bottom, rect.get("class")))
+    for i, a in enumerate(boxes):
+        for b in boxes[i + 1 :]:
+            apart = a[2] <= b[0] + 0.01 or b[2] <= a[0] + 0.01 or a[3] <= b[1] + 0.01 or b[3] <= a[1] + 0.01
+            assert apart, (a, b)
+
+
+def test_the_seed_machine_is_drawn_with_all_its_nics_told_apart() -> None:
+    machine, _ = report.load(paths(*SEED))
+    root = ElementTree.fromstring(draw.svg(machine, choose.plan(machine)))
+    kinds = [rect.get("class") for rect in root.iter("{http://www.w3.org/2000/svg}rect")]
+    words = " ".join("".join(text.itertext()) for text in root.iter("{http://www.w3.org/2000/svg}text"))
+    keys = 1  # each kind is also shown once beside its note
+    assert [kinds.count(kind) - keys for kind in ("nic", "up", "down")] == [1, 3, 28]
+    assert "mlx5_24 \u00b7 200 Gb/s" in words
+    assert "eth0 \u00b7 GID 3" in words
+    assert "NV18 \u00b7 all pairs" in words
+    assert "PIX to GPU6; NODE to GPU0, GPU1" in words
+
+
+def test_a_drawing_with_hostile_names_stays_well_formed() -> None:
+    name = '</text><script>alert(1)</script>\x00\x1b&\ud800"'
+    overlay = draw.Overlay(
+        workers=(draw.Placed(name, "prefill", ("cpu",)), draw.Placed("d", "<b>", ("cuda:9",), host=name, here=False)),
+        handoffs=(draw.Handoff(name, ("d", "nobody"), "<shm>"),),
+    )
+    machine, _ = report.load(paths(*SEED))
+    root = ElementTree.fromstring(draw.svg(machine, choose.plan(machine), overlay))
+    assert {element.tag.rpartition("}")[2] for element in root.iter()} <= {
+        "svg", "title", "g", "rect", "text", "path", "circle"
+    }  # fmt: skip
+    assert not any("style" in element.attrib for element in root.iter())
+
+
+def test_many_workers_are_drawn_each_once_and_reached_by_their_lanes() -> None:
+    prefill = [draw.Placed(f"prefill-{i}", "prefill", (f"cuda:{i % 8}",)) for i in range(32)]
+    decode = [draw.Placed(f"decode-{i}", "decode", ("cpu",)) for i in range(32)]
+    everybody = tuple(worker.name for worker in decode)
+    lanes = tuple(draw.Handoff(worker.name, everybody, "shm") for worker in prefill)
+    machine, _ = report.load(paths(*SEED))
+    root = ElementTree.fromstring(draw.svg(machine, choose.plan(machine), draw.Overlay((*prefill, *decode), lanes)))
+    shown = [element.get("data-worker") for element in root.iter() if element.get("data-worker")]
+    assert sorted(name for name in shown if name) == sorted(worker.name for worker in (*prefill, *decode))
+    rates = [element for element in root.iter() if element.get("class") == "rate"]
+    assert {element.get("data-lane") for element in rates} == {worker.name for worker in prefill}
+
+
+def png_size(data: bytes) -> tuple[int, int]:
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+
+
+def test_the_png_is_the_drawing_at_twice_its_size_and_not_blank(tmp_path: Path) -> None:
+    pytest.importorskip("resvg_py", reason="the extra `png` is not installed")
+    try:
+        draw.png("<svg xmlns='http://www.w3.org/2000/svg' width='1' height='1'/>")
+    except SetupError as error:
+        pytest.skip(error.message)
+    drawing, picture = tmp_path / "machine.svg", tmp_path / "machine.png"
+    told("--from", *paths(*SEED), "--svg", str(drawing), "--png", str(picture))
+    root = ElementTree.fromstring(drawing.read_text())
+    assert png_size(picture.read_bytes()) == (2 * float(root.attrib["width"]), 2 * float(root.attrib["height"]))
+    blank = f"<svg xmlns='http://www.w3.org/2000/svg' width='{root.attrib['width']}' height='{root.attrib['height']}'/>"
+    wordless = re.sub(r"<text.*?</text>", "", drawing.read_text(), flags=re.DOTALL)
+    assert len(picture.read_bytes()) > 1.5 * len(draw.png(wordless)) > 1.5 * len(draw.png(blank))
+
+
+def test_a_png_without_its_library_or_without_letters_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "resvg_py", None)
+        with pytest.raises(ConfigError, match=r"slipstream\[png\]"):
+            draw.png("<svg/>")
+    pytest.importorskip("resvg_py", reason="the extra `png` is not installed")
+    with pytest.raises(SetupError, match="fonts-dejavu-core"):
+        draw.png("<svg/>", folders=["/nowhere"])
+
+
+def test_the_picture_in_the_documents_is_of_the_seed_machine() -> None:
+    picture = (Path(__file__).parents[2] / "docs/images/topology.png").read_bytes()
+    machine, _ = report.load(paths(*SEED))
+    root = ElementTree.fromstring(draw.svg(machine, choose.plan(machine)))
+    assert png_size(picture) == (2 * float(root.attrib["width"]), 2 * float(root.attrib["height"]))
 
 
 def test_the_package_needs_neither_torch_nor_transformers() -> None:

@@ -27,6 +27,7 @@ from slipstream.errors import ConfigError
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--save", metavar="FILE", help="Write a snapshot that --from reads.")
 @click.option("--svg", metavar="FILE", help="Write a drawing of the machine.")
+@click.option("--png", metavar="FILE", help="Write the drawing as a PNG (needs the extra `png`).")
 def command(
     first: str | None,
     more: tuple[str, ...],
@@ -36,6 +37,7 @@ def command(
     as_json: bool,
     save: str | None,
     svg: str | None,
+    png: str | None,
 ) -> None:
     """Show GPUs, links, NUMA nodes and networks of a machine, which ports are usable and why others are not.
 
@@ -44,14 +46,14 @@ def command(
 
     \b
     slipstream topo
-    slipstream topo --from topo.txt links.txt gids.txt --svg machine.svg
+    slipstream topo --from topo.txt links.txt gids.txt --svg machine.svg --png machine.png
     slipstream topo --save machine.json
     slipstream topo --routes
     slipstream topo --routes http://127.0.0.1:8000
     """
     files = _files(first, more, root)
     if routes:
-        _refuse_other_sources(files, root, save, svg)
+        _refuse_other_sources(files, root, save, svg, png)
         _measured(routes, api_key or "", as_json)
         return
     from slipstream.topo import choose, report
@@ -60,10 +62,14 @@ def command(
     plan = choose.plan(machine)
     if save:
         _write(save, machine.to_json())
-    if svg:
+    if svg or png:
         from slipstream.topo import draw
 
-        _write(svg, draw.svg(machine, plan).encode())
+        drawing = draw.svg(machine, plan)
+        if svg:
+            _write(svg, drawing.encode())
+        if png:
+            _write(png, draw.png(drawing))
     if routes is not None:
         from slipstream.doctor import routes as shown
 
@@ -88,8 +94,10 @@ def _files(first: str | None, more: tuple[str, ...], root: str | None) -> list[s
     return [first, *more] if first is not None else []
 
 
-def _refuse_other_sources(files: list[str], root: str | None, save: str | None, svg: str | None) -> None:
-    given = {"--from": files, "--root": root, "--save": save, "--svg": svg}
+def _refuse_other_sources(
+    files: list[str], root: str | None, save: str | None, svg: str | None, png: str | None
+) -> None:
+    given = {"--from": files, "--root": root, "--save": save, "--svg": svg, "--png": png}
     if named := [flag for flag, value in given.items() if value]:
         raise click.UsageError(f"--routes URL asks a running slipstream; {', '.join(named)} cannot go with it.")
 

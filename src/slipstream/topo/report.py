@@ -1,66 +1,24 @@
-"""`slipstream topo`: shows a machine and the paths through it, from this system or from what people saved or pasted.
+"""A machine and the paths through it as text and JSON: what `slipstream topo` prints.
 
-`main` parses its own arguments so that the command line can hand them over as they are; `load` and `text` are the
-same for other programs.
+`load` gets the machine from this system or from what people saved or pasted, `text` and `json_report` tell it.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from slipstream.errors import ConfigError
-from slipstream.topo import choose, draw, levels, probe, usable
+from slipstream.topo import choose, levels, probe, usable
 from slipstream.topo.graph import Machine, Nic, Port
 from slipstream.topo.merge import merge
 from slipstream.topo.read import Reading, read_all
 
 _WIDTH = 110
-
-
-def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit code (2: the input cannot be read)."""
-    options = _parser().parse_args(argv)
-    try:
-        machine, readings = load(options.files, options.root)
-    except ConfigError as error:
-        print(error.message, file=sys.stderr)
-        return 2
-    plan = choose.plan(machine)
-    if options.save:
-        Path(options.save).write_bytes(machine.to_json())
-    if options.svg:
-        Path(options.svg).write_text(draw.svg(machine, plan))
-    if options.json:
-        print(json_report(machine, plan, readings).decode())
-        return 0
-    if sys.stdout.isatty() and (machine.gpus or machine.nics):
-        Console().print(draw.terminal(machine, plan))
-    print(text(machine, plan))
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="slipstream topo", description="GPUs, links and networks of a machine")
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--from",
-        dest="files",
-        nargs="+",
-        metavar="FILE",
-        help="a saved snapshot, or pasted outputs of one machine (nvidia-smi topo -m, rdma link, ...); - is stdin",
-    )
-    source.add_argument("--root", metavar="DIR", help="a recorded root folder with sys/ and proc/")
-    parser.add_argument("--json", action="store_true", help="machine, plan and readings as JSON")
-    parser.add_argument("--save", metavar="FILE", help="write a snapshot that --from reads")
-    parser.add_argument("--svg", metavar="FILE", help="write a drawing of the machine")
-    return parser
 
 
 def load(files: Sequence[str] | None, root: str | None = None) -> tuple[Machine, list[Reading]]:
