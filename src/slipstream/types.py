@@ -54,7 +54,8 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     `id` is unique over all routers. `output_ids` is empty, except when a request is continued elsewhere after its
     worker was lost: then it holds the tokens that the client already has, and generation goes on behind them.
-    `attempt` counts these continuations; a message about an earlier attempt is stale and ignored.
+    `attempt` counts these continuations; a message about an earlier attempt is stale and ignored. `trace` holds the W3C
+    headers (`traceparent`, `tracestate`) of the trace that it belongs to, where there is one.
     """
 
     id: str
@@ -64,6 +65,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     attempt: int = 0
     priority: int = 0
     cache_salt: str = ""
+    trace: dict[str, str] = {}
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):

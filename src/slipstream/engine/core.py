@@ -403,7 +403,7 @@ class EngineCore:
         self._scheduler.register(sequence)
         self._live[request.id] = sequence
         self._scheduler.enter(sequence, Phase.LANDED)
-        self._observer.adopted(sequence, commit)
+        self._observer.adopted(sequence, arrival, commit)
         self._outbox.router(commit.router, wire.Adopted(request=request.id, attempt=request.attempt))
 
     def _handed_over(self, sequence: Sequence) -> None:
@@ -470,6 +470,19 @@ class EngineCore:
     def preemptions(self) -> int:
         """How often a sequence has given up its pages to be computed again, since the start."""
         return self._scheduler.preemptions
+
+    def stages(self) -> dict[str, int]:
+        """Requests here by stage; `offered` and `granted` are those of peers that are on their way."""
+        scheduler = self._scheduler
+        return {
+            "waiting": len(scheduler.waiting),
+            "prefilling": len(scheduler.prefilling),
+            "handing_off": len(scheduler.handing_off),
+            "offered": len(self._incoming.deferred),
+            "granted": self._incoming.granted,
+            "landed": len(scheduler.landed),
+            "decoding": len(scheduler.decoding),
+        }
 
     def page_state(self, page: int) -> PageState:
         return self._account.state(page)

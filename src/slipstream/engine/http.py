@@ -1,4 +1,5 @@
-"""The HTTP port of a worker: health, metrics, who it is, and whether its books are right.
+"""The HTTP port of a worker: health, metrics, who it is, what happened to recent requests, and whether its books are
+right.
 
 Nothing here serves tokens; routers speak the message socket that `/worker_info` names.
 """
@@ -16,13 +17,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from slipstream.telemetry import clock
 from slipstream.wire import Status, WorkerInfo
+
+MOST_CHAPTERS = 64
 
 
 @dataclass(frozen=True)
 class WorkerViews:
     """What the HTTP port shows: `state` is "loading", "ready", "draining" or "failed: ..."; `info` is None while
-    loading; `audit` asks the engine loop for its books."""
+    loading; `audit` asks the engine loop for its books; `chapter` is what is remembered of a request."""
 
     state: Callable[[], str]
     info: Callable[[], WorkerInfo | None]
@@ -30,10 +34,12 @@ class WorkerViews:
     audit: Callable[[], Awaitable[dict[str, Any]]]
     routes: Callable[[], list[Any]]
     registry: CollectorRegistry
+    chapter: Callable[[str], list[dict[str, Any]]]
 
 
 def create_app(views: WorkerViews) -> Starlette:
     """The ASGI application of a worker's HTTP port."""
+    machine = clock.machine_clock()
 
     async def health(request: Request) -> Response:
         state = views.state()
@@ -56,6 +62,21 @@ def create_app(views: WorkerViews) -> Starlette:
             return reply({"status": views.state()}, 503)
         return reply(await views.audit())
 
+    async def timeline(request: Request) -> Response:
+        """Chapters of up to MOST_CHAPTERS requests, ids separated by commas; without any, only what the clock says."""
+        moment = clock.now()
+        names = [name for name in request.path_params.get("ids", "").split(",") if name][:MOST_CHAPTERS]
+        info = views.info()
+        return reply(
+            {
+                "id": info.id if info is not None else "",
+                "name": info.name if info is not None else "",
+                "clock": machine,
+                "now": moment,
+                "requests": {name: views.chapter(name) for name in names},
+            }
+        )
+
     async def metrics(request: Request) -> Response:
         return Response(generate_latest(views.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -66,6 +87,8 @@ def create_app(views: WorkerViews) -> Starlette:
             Route("/load", load),
             Route("/audit", audit),
             Route("/metrics", metrics),
+            Route("/timeline", timeline),
+            Route("/timeline/{ids:path}", timeline),
         ]
     )
 

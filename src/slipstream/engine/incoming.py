@@ -26,7 +26,7 @@ EARLY_GRANTS = 0.25  # share of max_sequences that may be granted beyond those t
 class Arrival:
     """One offered transfer; `pages` are its held prefix pages and its reserved ones, in the order of the prompt."""
 
-    __slots__ = ("handoff", "key", "limit", "pages", "passed_over")
+    __slots__ = ("handoff", "key", "limit", "note", "pages", "passed_over")
 
     def __init__(self, handoff: DestinationHandoff, key: tuple[int, int], limit: int) -> None:
         self.handoff = handoff
@@ -34,6 +34,7 @@ class Arrival:
         self.limit = limit  # tokens at which the sequence ends
         self.pages: list[int] = []
         self.passed_over = 0
+        self.note: object = None  # the observer's
 
 
 class Incoming:

@@ -1,91 +1,177 @@
-"""A worker's Prometheus metrics, in a registry of its own so that two workers fit in one process."""
+"""What a worker counts, as Prometheus metrics named `slipstream_worker_*`.
+
+Each worker has its own registry, so that two fit in one process. Counters and histograms are touched on the loop
+thread, a few times a step and a request; gauges are set whenever the load is published.
+"""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from collections.abc import Callable, Mapping
+
+from prometheus_client import CollectorRegistry
 
 from slipstream.engine.plan import StepPlan
-from slipstream.wire import RouteReport, Status
+from slipstream.telemetry.meters import (
+    COPY_BOUNDS,
+    COUNT_BOUNDS,
+    DURATION_BOUNDS,
+    ITL_BOUNDS,
+    RATE_BOUNDS,
+    STEP_BOUNDS,
+    TTFT_BOUNDS,
+    Meters,
+    build_info,
+)
+from slipstream.wire import RouteReport, Status, WorkerInfo
 
-STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 2.0, 5.0)
-COPY_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+PREFIX = "slipstream_worker_"
+Stages = Mapping[str, int]
 
 
-class WorkerMetrics:
-    """Counts steps, copies and load. Names start with `slipstream_worker_`; units are in the names."""
+class WorkerMetrics(Meters):
+    """Steps, requests by stage, transfers and pages of one worker.
+
+    `identify` names the worker once it is known; until then its labels are empty. `failed` reads the failed steps and
+    events of the loop, `decode_rate` the tokens a second; whoever has them puts them here.
+    """
 
     def __init__(self) -> None:
+        self.failed: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self.decode_rate: Callable[[], float] = lambda: 0.0
+        self._labels_now: dict[str, str] = {"model_name": "", "worker": "", "role": ""}
+        super().__init__(PREFIX, lambda: self._labels_now)
+        self._step_meters()
+        self._request_meters()
+        self._transfer_meters()
+        self._state_meters()
         self.registry = CollectorRegistry()
-        registry = self.registry
-        self._steps = Counter("slipstream_worker_steps", "Engine steps executed.", registry=registry)
-        self._step_seconds = Histogram(
-            "slipstream_worker_step_seconds",
-            "Duration of engine steps: compute, sampling and bookkeeping.",
-            buckets=STEP_BUCKETS,
-            registry=registry,
+        self.registry.register(self)
+
+    def identify(self, info: WorkerInfo) -> None:
+        self._labels_now = {"model_name": info.served_name, "worker": info.name, "role": info.role}
+        self.shape.replace({(str(info.page_tokens), str(info.pages), str(info.max_sequences)): 1.0})
+
+    # ------------------------------------------------------------------------------------------ what there is
+
+    def _step_meters(self) -> None:
+        self.steps = self.counter("steps", "Engine steps executed.")
+        self.step_seconds = self.histogram(
+            "step_seconds", "Seconds of an engine step: compute, sampling and bookkeeping.", STEP_BOUNDS
         )
-        self._tokens = Counter(
-            "slipstream_worker_tokens",
-            "Tokens computed, by kind of work.",
-            ["stage"],
-            registry=registry,
+        self.step_tokens = self.histogram("step_tokens", "Tokens computed in a step.", COUNT_BOUNDS)
+        self.tokens = self.counter("tokens", "Tokens computed, by kind of work (prefill, decode).", "stage")
+        self.counter("failed_steps", "Steps that raised.", read=lambda: {(): self.failed()[0]})
+        self.counter(
+            "failed_events", "Events (messages, ends of copies) that raised.", read=lambda: {(): self.failed()[1]}
         )
-        self._copied_bytes = Counter(
-            "slipstream_worker_copied_bytes", "KV bytes copied to peers.", ["transport"], registry=registry
+        self.retried = self.counter("retried_sequences", "Sequences computed again alone because their step failed.")
+
+    def _request_meters(self) -> None:
+        self.requests_ended = self.counter(
+            "requests_ended",
+            "Requests that left this worker: finished, handed_over, or the code of what ended them.",
+            "outcome",
         )
-        self._copy_seconds = Histogram(
-            "slipstream_worker_copy_seconds",
-            "Duration of one chunk's KV copy, from hand-over to the mover until visible at the peer.",
-            ["transport"],
-            buckets=COPY_BUCKETS,
-            registry=registry,
+        self.preemptions = self.counter("preemptions", "Sequences whose pages were taken away; each is computed again.")
+        self.prompt_tokens = self.counter("prompt_tokens", "Prompt tokens of requests that began to be computed here.")
+        self.cached_tokens = self.counter("cached_prompt_tokens", "Those whose KV was in the prefix cache.")
+        self.queue_seconds = self.histogram(
+            "queue_seconds", "Seconds from a request's arrival to its first chunk being scheduled.", TTFT_BOUNDS
         )
-        self._copy_failures = Counter(
-            "slipstream_worker_copy_failures", "KV copies that failed.", ["transport"], registry=registry
+        self.prefill_seconds = self.histogram(
+            "prefill_seconds", "Seconds from there to its first token being sampled.", TTFT_BOUNDS
         )
-        self._requests = Gauge(
-            "slipstream_worker_requests", "Requests at this worker, by state.", ["state"], registry=registry
+        self.first_token_seconds = self.histogram(
+            "time_to_first_token_seconds", "Both together: arrival to first token.", TTFT_BOUNDS
         )
-        self._preemptions = Gauge(
-            "slipstream_worker_preemptions",
-            "Sequences whose pages were taken away since the start of the worker; each was computed again.",
-            registry=registry,
+        self.decode_seconds = self.histogram(
+            "decode_seconds", "Seconds that a request decoded here, pauses included.", DURATION_BOUNDS
         )
-        self._pages = Gauge("slipstream_worker_pages", "Pages of the KV pool, by state.", ["state"], registry=registry)
-        self._route_rate = Gauge(
-            "slipstream_worker_route_gigabytes_per_second",
+        self.token_seconds = self.histogram(
+            "inter_token_seconds", "Seconds between two tokens of a decoding sequence.", ITL_BOUNDS
+        )
+
+    def _transfer_meters(self) -> None:
+        self.transfer_bytes = self.counter("transfer_bytes", "KV bytes copied to peers.", "transport")
+        self.copies = self.counter("copies", "KV copies (one a chunk) that arrived.", "transport")
+        self.copy_failures = self.counter("copy_failures", "KV copies that failed.", "transport")
+        self.copy_wire = self.histogram(
+            "copy_wire_seconds",
+            "Seconds of one KV copy on the wire, until the peer can see it.",
+            COPY_BOUNDS,
+            "transport",
+        )
+        self.copy_queue = self.histogram(
+            "copy_queue_seconds", "Seconds that a KV copy waited before, behind other copies.", COPY_BOUNDS, "transport"
+        )
+        self.copy_rate = self.histogram(
+            "copy_bytes_per_second", "Rate of single KV copies on the wire.", RATE_BOUNDS, "transport"
+        )
+        self.grant_seconds = self.histogram(
+            "grant_seconds", "Seconds from an offer to the grant of pages by the decode worker.", TTFT_BOUNDS
+        )
+        self.handoff_seconds = self.histogram(
+            "handoff_seconds",
+            "Seconds from the first token to the decode worker having taken over: what the transfer adds.",
+            TTFT_BOUNDS,
+        )
+        self.handoffs = self.counter("handoffs", "Requests handed over (source) or taken over (destination).", "side")
+        self.deferred = self.counter("deferred_offers", "Offers that the decode worker had no room for at once.")
+        self.handoff_failures = self.counter("handoff_failures", "Handoffs that failed, by reason.", "reason")
+
+    def _state_meters(self) -> None:
+        self.requests = self.gauge(
+            "requests",
+            "Requests here by stage: waiting, prefilling, handing_off (source), offered and granted (destination), "
+            "landed, decoding.",
+            "stage",
+        )
+        self.waiting_tokens = self.gauge("waiting_tokens", "Tokens of the waiting requests.")
+        self.pages = self.gauge("pages", "Pages of the KV pool, by state (used, cached, free).", "state")
+        self.kv_usage = self.gauge("kv_usage_ratio", "Share of the KV pool that live requests hold, 0 to 1.")
+        self.gauge(
+            "decode_tokens_per_second", "Tokens decoded lately, each second.", read=lambda: {(): self.decode_rate()}
+        )
+        self.route_rate = self.gauge(
+            "route_bytes_per_second",
             "Rate of a route to a decode worker, measured by its preflight.",
-            ["peer", "transport"],
-            registry=registry,
+            "peer",
+            "transport",
         )
+        self.route_latency = self.gauge(
+            "route_latency_seconds", "Latency of a route, measured by its preflight.", "peer", "transport"
+        )
+        self.shape = self.gauge(
+            "pool_info", "The KV pool and batch; always 1.", "page_tokens", "pages", "max_sequences"
+        )
+        self.gauge(
+            "slipstream_build_info",
+            "Version; always 1.",
+            "component",
+            "version",
+            "python",
+            read=lambda: build_info("worker"),
+        )
+
+    # ------------------------------------------------------------------------------------------ what is told
 
     def step(self, plan: StepPlan, seconds: float) -> None:
         lengths = plan.query_start[1:] - plan.query_start[:-1]
-        decode = int((lengths == 1).sum())
-        self._steps.inc()
-        self._step_seconds.observe(seconds)
-        self._tokens.labels("decode").inc(decode)
-        self._tokens.labels("prefill").inc(int(lengths.sum()) - decode)
+        decode, total = int((lengths == 1).sum()), int(lengths.sum())
+        self.steps.add()
+        self.step_seconds.only().observe(seconds)
+        self.step_tokens.only().observe(total)
+        self.tokens.add(decode, "decode")
+        self.tokens.add(total - decode, "prefill")
 
-    def copy(self, transport: str, size: int, seconds: float, error: str | None) -> None:
-        if error is not None:
-            self._copy_failures.labels(transport).inc()
-            return
-        self._copied_bytes.labels(transport).inc(size)
-        self._copy_seconds.labels(transport).observe(seconds)
-
-    def preemptions(self, count: int) -> None:
-        self._preemptions.set(count)
-
-    def status(self, status: Status) -> None:
-        self._requests.labels("waiting").set(status.waiting)
-        self._requests.labels("running").set(status.running)
-        self._requests.labels("handing_off").set(status.handing_off)
-        self._pages.labels("free").set(status.pages_free)
-        self._pages.labels("cached").set(status.pages_cached)
-        self._pages.labels("used").set(status.pages_total - status.pages_free - status.pages_cached)
+    def status(self, status: Status, stages: Stages) -> None:
+        self.requests.replace({(stage,): count for stage, count in stages.items()})
+        self.waiting_tokens.set(status.waiting_tokens)
+        used = status.pages_total - status.pages_free - status.pages_cached
+        self.pages.replace({("free",): status.pages_free, ("cached",): status.pages_cached, ("used",): used})
+        self.kv_usage.set(used / max(1, status.pages_total))
 
     def routes(self, reports: list[RouteReport]) -> None:
-        self._route_rate.clear()
-        for report in (report for report in reports if not report.error):
-            self._route_rate.labels(report.peer, report.transport).set(report.gb_per_s)
+        proven = [report for report in reports if not report.error]
+        self.route_rate.replace({(r.peer, r.transport): r.gb_per_s * 1e9 for r in proven})
+        self.route_latency.replace({(r.peer, r.transport): r.latency_us / 1e6 for r in proven})

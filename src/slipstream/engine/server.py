@@ -25,6 +25,7 @@ from slipstream.engine.http import WorkerViews, create_app
 from slipstream.engine.loop import Event
 from slipstream.engine.metrics import WorkerMetrics
 from slipstream.engine.peers import Peers
+from slipstream.engine.timeline import Watcher
 from slipstream.errors import SlipstreamError, WorkerLost
 from slipstream.plain_http import call
 from slipstream.stream import Link
@@ -56,6 +57,7 @@ class WorkerServer:
         self.http_socket = listen(host, port)
         self.wire_socket = listen(host, wire_port)
         self.metrics = metrics
+        self.watcher: Watcher | None = None
         self.state = "loading"
         self.info: wire.WorkerInfo | None = None
         self._heartbeat_s = heartbeat_s
@@ -142,6 +144,7 @@ class WorkerServer:
             audit=self._ask_audit,
             routes=lambda: [msgspec.to_builtins(report) for report in self.routes()],
             registry=self.metrics.registry,
+            chapter=lambda name: self.watcher.chapter(name) if self.watcher is not None else [],
         )
         config = uvicorn.Config(
             create_app(views), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
@@ -306,8 +309,7 @@ class WorkerServer:
     def _publish(self, core: EngineCore) -> None:
         """Runs on the loop thread: the core's load and cache changes, to every router."""
         status = core.status()
-        self.metrics.status(status)
-        self.metrics.preemptions(core.preemptions)
+        self.metrics.status(status, core.stages())
         self._aio.call_soon_threadsafe(self._broadcast, status)
 
     def _broadcast(self, status: wire.Status) -> None:

@@ -28,10 +28,12 @@ from slipstream.engine.effects import CopyPages, Effect
 from slipstream.engine.loop import EngineLoop
 from slipstream.engine.metrics import WorkerMetrics
 from slipstream.engine.server import WorkerServer
+from slipstream.engine.timeline import Watcher
 from slipstream.errors import ConfigError
 from slipstream.plain_http import base_url
 from slipstream.run.engine_model import OpenedModel, open_model
 from slipstream.transfer.agent import CopyJob, ProbeMemory, TransferAgent
+from slipstream.transfer.job import CopyTimes
 from slipstream.transfer.transports.local import Neighbourhood
 from slipstream.version import __version__
 from slipstream.wire import WorkerInfo
@@ -63,6 +65,7 @@ class Worker:
         self._worker = worker
         self._transfer = transfer
         self._metrics = WorkerMetrics()
+        self._watcher = Watcher(self._metrics)
         self._closing = contextlib.ExitStack()
         self._ended = threading.Event()
         self._failure: BaseException | None = None
@@ -115,7 +118,14 @@ class Worker:
         self._closing.callback(agent.close)
         max_model_len = opened.max_model_len(pool.region.pages)
         numbers = msgspec.structs.replace(self._engine, max_model_len=max_model_len)
-        core = EngineCore(opened.layout, pool.region.pages, numbers, opened.config.eos_ids, vocab=opened.config.vocab)
+        core = EngineCore(
+            opened.layout,
+            pool.region.pages,
+            numbers,
+            opened.config.eos_ids,
+            vocab=opened.config.vocab,
+            observer=self._watcher,
+        )
         loop = EngineLoop(
             core,
             opened.runner(pool.region, self._engine.max_sequences),
@@ -125,6 +135,9 @@ class Worker:
         )
         self._agent, self._loop = agent, loop
         self._info = self._describe(opened, pool.region.pages, max_model_len, server)
+        self._metrics.identify(self._info)
+        self._metrics.failed = lambda: (loop.failed_steps, loop.failed_events)
+        server.watcher = self._watcher
         self._closing.callback(loop.stop)
         self._closing.callback(server.stop)  # first: links end while the engine and the mover can still answer
         loop.start()
@@ -207,7 +220,9 @@ class Worker:
         messages: list[Effect] = []
         for effect in effects:
             if isinstance(effect, CopyPages):
-                self._agent.submit(CopyJob(effect.peer, effect.xfer, effect.source_pages, effect.destination_pages))
+                times = CopyTimes(time.monotonic(), pages=len(effect.source_pages))
+                job = CopyJob(effect.peer, effect.xfer, effect.source_pages, effect.destination_pages, times=times)
+                self._agent.submit(job)
             else:
                 messages.append(effect)
         self._server.deliver(messages)
@@ -217,6 +232,7 @@ class Worker:
         assert self._loop is not None
 
         def settle(core: EngineCore) -> None:
+            self._watcher.timed(job.times)
             if error is None:
                 core.copies_done(job.peer, job.xfer, len(job.source_pages))
             else:

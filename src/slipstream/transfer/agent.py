@@ -342,6 +342,10 @@ class TransferAgent:
         if len(plan[0][1].length) == 0:
             self._report(job, None)
             return
+        if job.times is not None:
+            job.times.begun = time.monotonic()
+            job.times.bytes = sum(int(runs.length.sum()) for _, runs in plan)
+            job.times.transport = plan[0][0].transport
         left, errors = len(plan), list[str]()
 
         def ended(error: str | None) -> None:
@@ -359,6 +363,8 @@ class TransferAgent:
                 ended(str(error))
 
     def _report(self, job: CopyJob, error: str | None) -> None:
+        if job.times is not None:
+            job.times.ended = time.monotonic()
         self._on_done(job, error)
 
     # routes

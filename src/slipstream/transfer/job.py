@@ -14,11 +14,24 @@ from slipstream.transfer.copies import HeadMove, page_runs
 from slipstream.transfer.transports.base import Exports, Region, Remote, Runs
 
 
+@dataclass(slots=True, eq=False)
+class CopyTimes:
+    """When a job was handed over, begun and ended (`time.monotonic`; 0 is not yet), and what it moved over what."""
+
+    submitted: float
+    begun: float = 0.0
+    ended: float = 0.0
+    pages: int = 0
+    bytes: int = 0
+    transport: str = ""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyJob:
     """Copy `source_pages[i]` of this rank to `destination_pages[i]` of `peer`, on all ranks that share heads.
 
-    `after` is the device event that the source pages are complete behind; None on CPUs.
+    `after` is the device event that the source pages are complete behind; None on CPUs. The agent fills `times` in, for
+    whoever gives them.
     """
 
     peer: str
@@ -26,6 +39,7 @@ class CopyJob:
     source_pages: Sequence[int] | NDArray[np.integer[Any]]
     destination_pages: Sequence[int] | NDArray[np.integer[Any]]
     after: Any = None
+    times: CopyTimes | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
