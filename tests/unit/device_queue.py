@@ -132,7 +132,7 @@ class QueueDevice:
 
     # ------------------------------------------------------------------------------------------- streams and events
 
-    def stream(self) -> int:
+    def stream(self, urgent: bool = False) -> int:
         with self._lock:
             name = next(self._names)
         self._streams[name] = _Stream(self)
@@ -194,14 +194,14 @@ class QueueDevice:
         self._streams[stream].work.put(lambda: self._move(launch))
 
     def _move(self, launch: Launch) -> None:
-        columns, kind = (2, np.int32) if launch.length else (3, np.int64)
+        columns, kind = (2 if launch.length else 3), np.int64
         size = columns * launch.runs * np.dtype(kind).itemsize
         if size == 0:
             return
-        lists = self.view(launch.lists, size).view(kind).astype(np.int64).reshape(columns, launch.runs)
+        lists = self.view(launch.lists, size).view(kind).reshape(columns, launch.runs)
         for row in range(launch.runs):
             length = launch.length or int(lists[2, row])
-            source, destination = (int(lists[side, row]) << launch.shift for side in (0, 1))
+            source, destination = (int(lists[side, row]) for side in (0, 1))
             to, origin = launch.destination_at + destination, launch.source_at + source
             ctypes.memmove(self._reach(to, length), self._reach(origin, length), length)
 

@@ -19,8 +19,8 @@ ADDRESS = [["tt.divisibility", 16]]
 @pytest.mark.parametrize(("length", "tile"), [(1024, 32768), (8192, 32768), (1 << 20, 32768), (3000 * 16, 16384)])
 def test_the_kernel_for_equal_runs_moves_16_bytes_a_lane(length: int, tile: int):
     rows, columns, _ = kernel.equal_tile(length, tile)
-    names = ["source_at", "destination_at", "lists_at", "runs", "pairs", "chunks", "shift"]
-    signature = dict(zip(names, ["i64"] * 3 + ["i32"] * 4, strict=True))
+    names = ["source_at", "destination_at", "lists_at", "runs", "pairs", "chunks"]
+    signature = dict(zip(names, ["i64"] * 3 + ["i32"] * 3, strict=True))
     ptx = _compile(kernel.move_equal, signature, {"ROWS": rows, "COLUMNS": columns})
     wide = re.findall(r"(?:ld|st)\.global[\w.:]*\.v2\.b64", ptx)
     assert len(wide) == 2 * tile // (256 * 16)
@@ -78,7 +78,7 @@ def check(runs, size, tile):
         kinds.add(bool(part.length))
         if part.length:
             rows, width, chunks = kernel.equal_tile(part.length, tile)
-            numbers = lists.ctypes.data, count, part.length // WORD, chunks, part.shift
+            numbers = lists.ctypes.data, count, part.length // WORD, chunks
             kernel.move_equal[(3,)](*at, *numbers, rows, width)
         else:
             kernel.move_any[(3,)](*at, lists.ctypes.data, count, tile // 8, 256)

@@ -109,7 +109,7 @@ class HostDevice:
     def reach_peer(self, uuid: str) -> str | None:
         return None
 
-    def stream(self) -> int:
+    def stream(self, urgent: bool = False) -> int:
         return next(self._names)
 
     def destroy_stream(self, stream: int) -> None:
@@ -161,13 +161,13 @@ class HostDevice:
         self._queue(stream, lambda: self._move(launch))
 
     def _move(self, launch: Launch) -> None:
-        columns, kind = (2, np.int32) if launch.length else (3, np.int64)
+        columns, kind = (2 if launch.length else 3), np.int64
         size = columns * launch.runs
         raw = (ctypes.c_uint8 * (size * np.dtype(kind).itemsize)).from_address(launch.lists)
-        lists = np.frombuffer(raw, kind).astype(np.int64).reshape(columns, launch.runs)
+        lists = np.frombuffer(raw, kind).reshape(columns, launch.runs)
         for row in range(launch.runs):
             length = launch.length or int(lists[2, row])
-            source, destination = (int(lists[side, row]) << launch.shift for side in (0, 1))
+            source, destination = (int(lists[side, row]) for side in (0, 1))
             ctypes.memmove(launch.destination_at + destination, launch.source_at + source, length)
 
     def _queue(self, stream: int, work: Callable[[], None]) -> None:
@@ -623,7 +623,9 @@ def test_every_launch_reaches_its_stream_with_its_arguments_once(direct: bool):
     launcher._modules = module, module
     settings = CopySettings(programs=4, tile_bytes=1 << 16)
     base = 1 << 40
-    launches = [Launch(base, base << 1, base << 2, runs, length, 4) for runs in (1, 100) for length in (4096, 8192, 0)]
+    launches = [
+        Launch(base, base << 1, base << 2, runs, length, length) for runs in (1, 100) for length in (4096, 8192, 0)
+    ]
     for stream, launch in enumerate([*launches, *launches]):
         launcher(launch, stream, settings)
     moved = [entry for entry in module.launched if entry[2][3] > 0]  # those of nothing only try

@@ -95,7 +95,7 @@ class Staging:
         self._device.use()
         self._pinned = PinnedMemory(self._device, slots * slot_bytes, given)
         try:
-            self._copier: Copier = copiers(self._device, CopySettings())
+            self._copier: Copier = copiers(self._device, CopySettings(bulk=None))
             address, array = self._pinned.address, self._pinned.array
             places = range(0, slots * slot_bytes, slot_bytes)
             self.slots = [Slot(address + at, array[at : at + slot_bytes]) for at in places]

@@ -5,7 +5,10 @@ offsets that the kernel needs into pinned memory, queues their upload, the launc
 streams, and puts an event behind them. It returns at once. The lists of a batch live in a slot that is used again when
 the batch is done; slots are made as batches in flight need them and stay.
 
-`launch` is how a kernel gets started; the one given by default imports triton and torch when it is first called.
+`launch` is how a kernel gets started; the one given by default compiles or imports what it needs when first called.
+
+Batches that the copy engine takes as a whole have a stream of their own: two of them side by side are slower than one
+behind the other.
 
 A copier belongs to one thread, and leaves its device current there.
 """
@@ -20,9 +23,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.transfer.cuda.launcher import CopySettings, Launch, TritonLauncher
+from slipstream.transfer.cuda.launcher import CopySettings, KernelLauncher, Launch
 from slipstream.transfer.cuda.memory import PinnedMemory
 from slipstream.transfer.cuda.plan import (
+    PIECE_BYTES,
     WORD,
     CopyCosts,
     Sizes,
@@ -43,8 +47,8 @@ UNMEASURED = CopyCosts(
 """For pools too small to measure with: of the order of two GPUs joined by NVLink. Only a choice of way hangs on it."""
 
 _FIRST_RUNS = 1 << 11  # runs of the first launch of a batch; while it runs, the list of the next is made, four times
-_LAUNCH_RUNS = 1 << 15  # as long, and so on up to this
-_SLOT_BYTES = 8 * _LAUNCH_RUNS  # smallest list buffer: one launch of runs of one length
+_LAUNCH_RUNS = 1 << 19  # as long, and so on up to this
+_SLOT_BYTES = 16 << 13  # smallest list buffer: 8192 runs of one length
 _MEASURE_BYTES = 128 << 20
 _MEASURE_BATCHES = 3
 _READ_IN_PLACE = 16 << 10  # lists up to this size are read by the kernel over the bus, which takes less than an upload
@@ -95,9 +99,10 @@ class Copier:
     ) -> None:
         self.device = device
         self.settings = settings or CopySettings()
-        self._launch = launch or TritonLauncher(device.index)
+        self._launch = launch or KernelLauncher(device)
         device.use()
-        self._lanes = [_Lane(device.stream()) for _ in range(self.settings.streams)]
+        self._lanes = [_Lane(device.stream(self.settings.urgent)) for _ in range(self.settings.streams)]
+        self._engine_lane = _Lane(device.stream())
         self._events: list[int] = []
         self._all_slots = [_Slot(device, _SLOT_BYTES) for _ in range(2 * self.settings.streams)]
         self._slots = list(self._all_slots)
@@ -120,8 +125,9 @@ class Copier:
         taken.
         """
         self.device.use()
-        lane = lane or min(self._lanes, key=lambda lane: lane.in_flight)
         division = divide(runs, seen, costs, self.settings.engine_preference)
+        if lane is None:
+            lane = self._engine_lane if division.engine is None else min(self._lanes, key=lambda lane: lane.in_flight)
         expected = min(costs.kernel(seen.total), costs.engine(len(runs.length), seen.total))
         copy = Copy(self._events.pop() if self._events else self.device.event(), lane, seen.total, expected)
         lane.in_flight += 1
@@ -185,13 +191,16 @@ class Copier:
             if part.bytes > _READ_IN_PLACE:
                 self.device.copy(slot.address, lists, part.bytes, copy.lane.stream)
                 lists = slot.address
-            launch = Launch(source_at, destination_at, lists, len(part.runs.length), part.length, part.shift)
+            launch = Launch(source_at, destination_at, lists, len(part.runs.length), part.length, part.longest)
             self._launch(launch, copy.lane.stream, self.settings)
 
     def _slot(self, size: int) -> _Slot:
-        for index, slot in enumerate(self._slots):
-            if slot.bytes >= size:
-                return self._slots.pop(index)
+        """The smallest free one that is large enough."""
+        fitting = [slot for slot in self._slots if slot.bytes >= size]
+        if fitting:
+            slot = min(fitting, key=lambda slot: slot.bytes)
+            self._slots.remove(slot)
+            return slot
         slot = _Slot(self.device, max(_SLOT_BYTES, 1 << (size - 1).bit_length()))
         self._all_slots.append(slot)
         return slot
@@ -202,7 +211,8 @@ class Copier:
         """Compiles and loads the kernels for runs of these lengths and for mixed ones: launches that move nothing."""
         self.device.use()
         for length in {0, *(length for length in lengths if length % WORD == 0)}:
-            self._launch(Launch(address, address, address, 0, length, 4), self._lanes[0].stream, self.settings)
+            longest = length or PIECE_BYTES
+            self._launch(Launch(address, address, address, 0, length, longest), self._lanes[0].stream, self.settings)
 
     def measure(
         self, source_at: int, source_bytes: int, scratch_at: int, scratch_bytes: int, clock: Callable[[], float]
@@ -269,7 +279,7 @@ class Copier:
     def close(self) -> None:
         """Waits for nothing: copies must be done. Frees streams, events and lists."""
         self.device.use()
-        for lane in self._lanes:
+        for lane in (*self._lanes, self._engine_lane):
             self.device.destroy_stream(lane.stream)
         for event in self._events:
             self.device.destroy_event(event)
@@ -283,41 +293,36 @@ def _rows(runs: Runs, rows: NDArray[np.int64] | slice | None) -> Runs:
 
 
 class KernelList(NamedTuple):
-    """What one launch moves. `length` is that of all runs, and then offsets are written as 32-bit multiples of
-    1 << shift bytes; or it is 0, and then offsets and lengths are written as 64-bit bytes."""
+    """What one launch moves. `length` is that of all runs, or 0 when they differ; `longest` is the length of the longest
+    when all addresses and lengths are multiples of WORD, else 0."""
 
     runs: Runs
     length: int
-    shift: int
+    longest: int
 
     @property
     def bytes(self) -> int:
-        return len(self.runs.length) * (8 if self.length else 24)
+        return len(self.runs.length) * (16 if self.length else 24)
 
     def write(self, room: NDArray[np.uint8]) -> None:
-        """Writes the columns one behind the other, as the kernels read them."""
+        """Writes the columns one behind the other, as the kernels read them: offsets in bytes, then unequal lengths."""
         count = len(self.runs.length)
-        if self.length:
-            units = room[: 8 * count].view(np.int32)
-            np.right_shift(self.runs.source, self.shift, out=units[:count], casting="unsafe")
-            np.right_shift(self.runs.destination, self.shift, out=units[count:], casting="unsafe")
-        else:
-            columns = room[: 24 * count].view(np.int64)
-            columns[:count], columns[count : 2 * count] = self.runs.source, self.runs.destination
+        columns = room[: self.bytes].view(np.int64)
+        columns[:count], columns[count : 2 * count] = self.runs.source, self.runs.destination
+        if not self.length:
             columns[2 * count :] = self.runs.length
 
 
 def kernel_lists(source_at: int, destination_at: int, runs: Runs, seen: Survey) -> Iterator[KernelList]:
     """The launches that move `runs`."""
-    shift = seen.alignment.bit_length() - 1
-    aligned = (source_at | destination_at) % WORD == 0
-    if seen.length and shift >= 4 and aligned and seen.reach >> shift < 1 << 31:
-        length = seen.length
-    else:
-        length, shift, runs = 0, 0, cut_long_runs(runs)
+    aligned = seen.alignment >= WORD and (source_at | destination_at) % WORD == 0
+    length = seen.length if aligned else 0
+    if not length:
+        runs = cut_long_runs(runs)
+    longest = length or (int(runs.length.max()) if aligned else 0)
     start, size = 0, _FIRST_RUNS
     while start < len(runs.length):
-        yield KernelList(_rows(runs, slice(start, start + size)), length, shift)
+        yield KernelList(_rows(runs, slice(start, start + size)), length, longest)
         start, size = start + size, min(4 * size, _LAUNCH_RUNS)
 
 

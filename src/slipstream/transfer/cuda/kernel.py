@@ -7,9 +7,10 @@ offsets of its next tile before it waits for the data of this one. `move_any` mo
 16 bytes at a time where both ends allow it and the rest byte by byte.
 
 Addresses are integers: a peer's pool is mapped here, and the launcher would refuse a tensor of another device. The
-number of programs is a setting (`copier.CopySettings`): more of them fill the link, fewer leave room for the model.
+number of programs is a setting (`launcher.CopySettings`): more of them fill the link, fewer leave room for the model.
 
-Imported when the first copy by kernel is made: needs triton.
+GPUs with a bulk copy unit use `bulk.cu` for what is aligned. Imported when a kernel of these is first needed: needs
+triton.
 """
 
 from __future__ import annotations
@@ -18,23 +19,21 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 
-@triton.jit(do_not_specialize=["runs", "pairs", "chunks", "shift"])
-def move_equal(
-    source_at, destination_at, lists_at, runs, pairs, chunks, shift, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    # lists_at: `runs` source offsets, then as many destination offsets, int32, in units of 1 << shift (>= 4) bytes.
+@triton.jit(do_not_specialize=["runs", "pairs", "chunks"])
+def move_equal(source_at, destination_at, lists_at, runs, pairs, chunks, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    # lists_at: `runs` source offsets, then as many destination offsets, int64, in bytes, multiples of 16.
     # pairs: 16-byte words of a run. A tile is ROWS runs of COLUMNS 8-byte words; `chunks` tiles in a row make a run.
     source = source_at.to(tl.pointer_type(tl.int64))
     destination = destination_at.to(tl.pointer_type(tl.int64))
-    offsets = lists_at.to(tl.pointer_type(tl.int32))
+    offsets = lists_at.to(tl.pointer_type(tl.int64))
     row = tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     words = pairs * 2
     tiles = tl.cdiv(runs, ROWS) * chunks
     tile = tl.program_id(0)
     run = (tile // chunks) * ROWS + row
-    from_unit = tl.load(offsets + run, mask=run < runs, other=0)
-    to_unit = tl.load(offsets + runs + run, mask=run < runs, other=0)
+    from_byte = tl.load(offsets + run, mask=run < runs, other=0)
+    to_byte = tl.load(offsets + runs + run, mask=run < runs, other=0)
     while tile < tiles:
         following = tile + tl.num_programs(0)
         next_run = (following // chunks) * ROWS + row
@@ -42,14 +41,13 @@ def move_equal(
         next_to = tl.load(offsets + runs + next_run, mask=next_run < runs, other=0)
         within = (tile % chunks) * COLUMNS + column
         live = (run < runs)[:, None] & (within < words)[None, :]
-        from_word = (from_unit.to(tl.int64) << (shift - 4)) * 2
-        to_word = (to_unit.to(tl.int64) << (shift - 4)) * 2
+        from_word, to_word = from_byte // 8, to_byte // 8
         # A base that comes as an integer has no known alignment; said here, a lane moves 16 bytes and not 8.
         reading = tl.multiple_of(source + from_word[:, None] + within[None, :], (1, 16))
         writing = tl.multiple_of(destination + to_word[:, None] + within[None, :], (1, 16))
         data = tl.load(reading, mask=live, eviction_policy="evict_first")
         tl.store(writing, data, mask=live, eviction_policy="evict_first")
-        run, from_unit, to_unit, tile = next_run, next_from, next_to, following
+        run, from_byte, to_byte, tile = next_run, next_from, next_to, following
 
 
 @triton.jit(do_not_specialize=["runs"])

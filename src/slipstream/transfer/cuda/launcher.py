@@ -1,7 +1,7 @@
-"""Starts the copy kernels: what a launch is told, how the kernels run, and the way through Triton.
+"""Starts the copy kernels: what a launch is told, which kernel takes it, and the way through Triton.
 
-`transfer.cuda.kernel` needs triton and is imported with the first launch, so that this module and its callers can be
-imported everywhere.
+`transfer.cuda.kernel` needs triton and is imported with the first launch that it takes, so that this module and its
+callers can be imported everywhere.
 """
 
 from __future__ import annotations
@@ -12,25 +12,32 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from slipstream.errors import MissingExtra
+from slipstream.transfer.cuda.bulk import BulkKernel, BulkShape, Unavailable
 from slipstream.transfer.cuda.plan import WORD
+from slipstream.transfer.cuda.runtime import Device
 
 logger = logging.getLogger(__name__)
+
+BULK_BYTES = 256  # runs shorter than this go by the lanes of a warp, which move many of them at once
 
 
 @dataclass(frozen=True, slots=True)
 class CopySettings:
-    """How the kernel runs.
+    """How the kernels run.
 
-    programs: thread blocks at most, each on a multiprocessor of its own: more of them fill the link, fewer leave
-    more of the GPU to the model. tile_bytes: bytes that a program has under way. warps: warps a program.
-    streams: batches that can run at the same time. engine_preference: how many times longer than by the kernel a copy
-    may take by the copy engine, which takes no multiprocessor, and still go that way.
+    programs: thread blocks at most: more of them fill the link, fewer leave more of the GPU to the model.
+    bulk: how the kernel of bulk copies is cut; None for never. tile_bytes, warps: bytes that a program of the other
+    kernels has under way, and its warps. streams: batches that can run at the same time. urgent: programs go before
+    those of streams of ordinary priority that wait for a multiprocessor. engine_preference: how many times longer than
+    by the kernel a copy may take by the copy engine, which takes no multiprocessor, and still go that way.
     """
 
     programs: int = 64
+    bulk: BulkShape | None = BulkShape()
     tile_bytes: int = 64 << 10
     warps: int = 16
     streams: int = 2
+    urgent: bool = True
     engine_preference: float = 1.0
 
     def __post_init__(self) -> None:
@@ -48,7 +55,33 @@ class Launch(NamedTuple):
     lists: int
     runs: int
     length: int
-    shift: int
+    longest: int
+
+
+class KernelLauncher:
+    """Starts each launch by the kernel that suits it: bulk copies where the GPU has them, else Triton's kernels."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._bulk: dict[BulkShape, BulkKernel | None] = {}
+        self._triton = TritonLauncher(device.index)
+
+    def __call__(self, launch: Launch, stream: int, settings: CopySettings) -> None:
+        bulk = self.bulk(settings.bulk) if settings.bulk and launch.longest >= BULK_BYTES else None
+        if bulk is None:
+            self._triton(launch, stream, settings)
+        else:
+            bulk(*launch, settings.programs, stream)
+
+    def bulk(self, shape: BulkShape) -> BulkKernel | None:
+        """The kernel of bulk copies; None where it cannot run, which is said once."""
+        if shape not in self._bulk:
+            try:
+                self._bulk[shape] = BulkKernel(self._device, shape)
+            except Unavailable as reason:
+                logger.info("copies use the kernels of triton: %s", reason)
+                self._bulk[shape] = None
+        return self._bulk[shape]
 
 
 class TritonLauncher:
@@ -70,7 +103,7 @@ class TritonLauncher:
         if launch.length:
             rows, columns, chunks = kernel.equal_tile(launch.length, settings.tile_bytes)
             tiles, shape = -(-launch.runs // rows) * chunks, (rows, columns)
-            numbers = (launch.runs, launch.length // WORD, chunks, launch.shift)
+            numbers = (launch.runs, launch.length // WORD, chunks)
             function = kernel.move_equal
         else:
             tiles, shape = launch.runs, (settings.tile_bytes // 8, 1024)

@@ -26,13 +26,11 @@ _BLOCK = 16384  # runs looked at together, so that they are still in the cache f
 
 class Survey(NamedTuple):
     """What is known of a batch: the `length` of all runs, 0 when they differ; `alignment`, the largest power of two, up
-    to 4096, that divides all offsets and, when they are equal, the length; `total` bytes; `reach`, the size of the
-    larger region."""
+    to 4096, that divides all offsets and lengths; `total` bytes."""
 
     length: int
     alignment: int
     total: int
-    reach: int
 
 
 def survey(runs: Runs, source_bytes: int, destination_bytes: int) -> Survey:
@@ -48,7 +46,7 @@ def survey(runs: Runs, source_bytes: int, destination_bytes: int) -> Survey:
     if count == 0:
         raise ValueError("a batch without runs")
     length = _common_length(runs.length)
-    bits = length
+    bits = length or int(np.bitwise_or.reduce(runs.length))
     for side, offsets, size in (
         ("source", runs.source, source_bytes),
         ("destination", runs.destination, destination_bytes),
@@ -58,7 +56,7 @@ def survey(runs: Runs, source_bytes: int, destination_bytes: int) -> Survey:
             raise ValueError(_outside(side, offsets, runs.length, size))
         bits |= seen
     total = length * count if length else int(runs.length.sum())
-    return Survey(length, min(bits & -bits, 4096) if bits else 4096, total, max(source_bytes, destination_bytes))
+    return Survey(length, min(bits & -bits, 4096) if bits else 4096, total)
 
 
 def _common_length(length: NDArray[np.int64]) -> int:

@@ -206,10 +206,45 @@ class Device:
             self._runtime.cudart.cudaGetLastError()  # clears it, so that no later call reports it
         return None
 
+    # ------------------------------------------------------------------------------------------------ kernels
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The compute capability: (9, 0) is Hopper."""
+        names = self._runtime.cudart.cudaDeviceAttr
+        major = self._call("cudaDeviceGetAttribute", names.cudaDevAttrComputeCapabilityMajor, self.index)
+        minor = self._call("cudaDeviceGetAttribute", names.cudaDevAttrComputeCapabilityMinor, self.index)
+        return int(major), int(minor)
+
+    def load_kernel(self, code: bytes, name: str, shared_bytes: int) -> int:
+        """The handle of a kernel in compiled code, allowed to use so much shared memory; it stays loaded."""
+        driver = self._runtime.driver
+        module = self._drive("cuModuleLoadData", code)
+        function = self._drive("cuModuleGetFunction", module, name.encode())
+        most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        self._drive("cuFuncSetAttribute", function, most, shared_bytes)
+        return int(function)
+
+    def launch(self, function: int, blocks: int, threads: int, shared_bytes: int, stream: int, parameters: int) -> None:
+        """Queues a kernel; `parameters` is the address of an array of pointers to its parameters."""
+        self._drive("cuLaunchKernel", function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, parameters, 0)
+
+    def _drive(self, name: str, *arguments: Any) -> Any:
+        """Calls a function of the CUDA driver; raises CudaError."""
+        error, *values = getattr(self._runtime.driver, name)(*arguments)
+        if int(error) != 0:
+            raise CudaError(name, error.name, "the driver refuses it")
+        return values[0] if values else None
+
     # ------------------------------------------------------------------------------------------------ streams, events
 
-    def stream(self) -> int:
-        return int(self._call("cudaStreamCreateWithFlags", self._runtime.cudart.cudaStreamNonBlocking))
+    def stream(self, urgent: bool = False) -> int:
+        """A stream; what waits on an urgent one gets multiprocessors before what waits on others."""
+        flags = self._runtime.cudart.cudaStreamNonBlocking
+        if not urgent:
+            return int(self._call("cudaStreamCreateWithFlags", flags))
+        _, greatest = self._call("cudaDeviceGetStreamPriorityRange")
+        return int(self._call("cudaStreamCreateWithPriority", flags, greatest))
 
     def destroy_stream(self, stream: int) -> None:
         self._call("cudaStreamDestroy", stream)
