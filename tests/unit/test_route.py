@@ -22,7 +22,8 @@ from slipstream.kv.pool import HostPool
 from slipstream.stream import Link
 from slipstream.transfer import pattern
 from slipstream.transfer.agent import CopyJob, TransferAgent
-from slipstream.transfer.peer import DestinationProbes, open_as_source
+from slipstream.transfer.peer import DestinationProbes, open_as_source, source_gone
+from slipstream.transfer.rank import RankHere
 from slipstream.transfer.route import AUTOMATIC, process_id, rank
 from slipstream.transfer.transports import load, load_all
 from slipstream.transfer.transports.base import Context, Description, Exports, Runs, Transport
@@ -200,6 +201,7 @@ class Side:
             neighbours=neighbours,
             load=made,
         )
+        self.rank = RankHere(self.agent)
         self.probes: DestinationProbes | None = None
 
     def close(self) -> None:
@@ -214,12 +216,13 @@ async def joined(source: Side, destination: Side, name: str = "S") -> AsyncItera
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = Link(reader, writer, wire.Decoder(wire.ToWorker), "source")
-        probes = DestinationProbes(link, destination.agent, name, [source.agent.exports()])
+        probes = DestinationProbes(link, [destination.rank], name)
+        await probes.begin([source.agent.exports()])
         destination.probes = probes
         while (message := await link.receive()) is not None:
             assert await probes.handle(message)
         await probes.close()
-        assert await asyncio.to_thread(destination.agent.source_gone, name)
+        assert await source_gone([destination.rank], name)
         served.set()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
@@ -272,7 +275,7 @@ async def test_a_preflight_finds_the_nearest_or_the_named_transport_and_measures
     transport: str, near: bool, chosen: str
 ) -> None:
     async with sides(transport, near=near) as (source, destination), joined(source, destination) as link:
-        report = await open_as_source(link, source.agent, "D", [destination.agent.exports()])
+        (report,) = await open_as_source(link, [source.rank], "D", [destination.agent.exports()])
         assert report.transport == chosen
         assert report.gb_per_s > 0
         assert report.latency_us > 0
@@ -287,7 +290,7 @@ async def test_a_probe_area_of_any_size_will_do(probe_bytes: int) -> None:
         sides("shm", probe_bytes=probe_bytes) as (source, destination),
         joined(source, destination) as link,
     ):
-        report = await open_as_source(link, source.agent, "D", [destination.agent.exports()])
+        (report,) = await open_as_source(link, [source.rank], "D", [destination.agent.exports()])
         assert report.transport == "shm"
 
 
@@ -303,7 +306,7 @@ async def test_a_transport_that_delivers_wrong_bytes_is_rejected_and_the_next_on
     liar: type[ShmTransport], reason: str
 ) -> None:
     async with sides("auto", liar) as (source, destination), joined(source, destination) as link:
-        report = await open_as_source(link, source.agent, "D", [destination.agent.exports()])
+        (report,) = await open_as_source(link, [source.rank], "D", [destination.agent.exports()])
         assert report.transport == "tcp"
         assert "did not arrive as sent" in report.rejected["shm"]
         assert re.search(reason, report.rejected["shm"])
@@ -313,7 +316,7 @@ async def test_a_transport_that_delivers_wrong_bytes_is_rejected_and_the_next_on
 async def test_a_named_transport_that_delivers_wrong_bytes_is_an_error_and_leaves_no_route() -> None:
     async with sides("shm", Shifted) as (source, destination), joined(source, destination) as link:
         with pytest.raises(RouteUnavailable, match=r"'shm', which was asked for.*bytes are wrong"):
-            await open_as_source(link, source.agent, "D", [destination.agent.exports()])
+            await open_as_source(link, [source.rank], "D", [destination.agent.exports()], wanted="shm")
         source.agent.submit(CopyJob("D", 1, [0], [0]))
         assert source.done.get(timeout=WAIT_S) == (1, "there is no route to D")
 
@@ -325,10 +328,10 @@ async def test_two_workers_may_probe_each_other_at_the_same_time() -> None:
         joined(other, one, "other") as back,
     ):
         reports = await asyncio.gather(
-            open_as_source(there, one.agent, "D", [other.agent.exports()]),
-            open_as_source(back, other.agent, "D", [one.agent.exports()]),
+            open_as_source(there, [one.rank], "D", [other.agent.exports()]),
+            open_as_source(back, [other.rank], "D", [one.agent.exports()]),
         )
-        assert [report.transport for report in reports] == ["shm", "shm"]
+        assert [report.transport for (report,) in reports] == ["shm", "shm"]
 
 
 async def test_a_destination_serves_many_sources_one_after_the_other() -> None:
@@ -337,7 +340,7 @@ async def test_a_destination_serves_many_sources_one_after_the_other() -> None:
 
     async def probe(number: int) -> str:
         async with joined(sources[number], destination, f"S{number}") as link:
-            report = await open_as_source(link, sources[number].agent, "D", [destination.agent.exports()])
+            (report,) = await open_as_source(link, [sources[number].rank], "D", [destination.agent.exports()])
             await copy_arrives(sources[number], destination)
             return report.transport
 
@@ -353,16 +356,15 @@ async def test_a_source_that_goes_away_with_the_probe_area_frees_it_for_others()
             assert isinstance(await link.receive(), wire.ProbeGrant)
         other = Side("auto", ShmTransport, 1 << 20, None)
         async with joined(other, destination, "other") as link:
-            report = await open_as_source(link, other.agent, "D", [destination.agent.exports()])
+            (report,) = await open_as_source(link, [other.rank], "D", [destination.agent.exports()])
             assert report.transport == "shm"
         await asyncio.to_thread(other.close)
 
 
 async def test_a_link_that_ends_during_the_preflight_is_peer_lost() -> None:
     async with sides() as (source, destination), joined(source, destination) as link:
-        destination.agent.arrival = asyncio.Lock()
-        await destination.agent.arrival.acquire()
-        opening = asyncio.create_task(open_as_source(link, source.agent, "D", [destination.agent.exports()]))
+        await destination.rank.arrival.acquire()
+        opening = asyncio.create_task(open_as_source(link, [source.rank], "D", [destination.agent.exports()]))
         await asyncio.sleep(0.1)
         link.close()
         with pytest.raises(PeerLost):
@@ -380,7 +382,7 @@ async def test_the_event_loop_is_not_held_up_by_a_preflight_in_tcp() -> None:
 
     async with sides("tcp", probe_bytes=4 << 20) as (source, destination), joined(source, destination) as link:
         task = asyncio.create_task(beat())
-        await open_as_source(link, source.agent, "D", [destination.agent.exports()])
+        await open_as_source(link, [source.rank], "D", [destination.agent.exports()])
         task.cancel()
     assert beats > 20
 

@@ -4,13 +4,15 @@ As a source, a worker opens one link to each decode worker that a router names, 
 and at the earliest when a router says Meet: Hello, Welcome, fingerprints compared, route chosen and proven by its
 preflight. As a destination, it answers the links that others open. Handoff messages go straight to the engine loop.
 
-The end of a link is the end of the peer's process or of the way to it. The transfer agent then closes the routes, which
-returns only when nothing of them can be in flight, and only then the engine is told that the peer is lost.
+The end of a link is the end of the peer's process or of the way to it. The ranks then close their routes, which returns
+only when nothing of them can be in flight, and only then the engine is told that the peer is lost. Each link has a name
+of its own for its routes: a copy that was meant for an earlier link to the same peer finds no route.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
@@ -24,7 +26,7 @@ from slipstream.engine.loop import Event
 from slipstream.errors import LayoutMismatch, PeerLost, SlipstreamError
 from slipstream.stream import Link
 from slipstream.transfer import peer as handshake
-from slipstream.transfer.agent import TransferAgent
+from slipstream.transfer.rank import Rank
 from slipstream.transfer.route import AUTOMATIC
 from slipstream.transfer.transports.base import Exports
 
@@ -40,19 +42,26 @@ _from_destination = wire.Decoder(wire.FromDestination)
 class Peers:
     """All links of one worker to other workers. Lives on the IO thread's event loop.
 
-    `post` puts an event into the engine loop; `on_routes` is called when the set of routes changed.
+    `ranks` are those of this worker. `post` puts an event into the engine loop; `take_way(peer, way)` is called there
+    before anything of a new link, whose routes the ranks know as `way`; `on_routes` is called when the set of routes
+    changed.
     """
 
     def __init__(
         self,
         info: wire.WorkerInfo,
-        agent: TransferAgent,
+        ranks: Sequence[Rank],
+        wanted_transport: str,
         post: Callable[[Event], None],
+        take_way: Callable[[str, str], None],
         on_routes: Callable[[], None],
     ) -> None:
         self._info = info
-        self._agent = agent
-        self._kind = agent.region.kind
+        self._ranks = ranks
+        self._wanted_transport = wanted_transport
+        self._kind = ranks[0].exports.kind
+        self._take_way = take_way
+        self._numbers = itertools.count(1)
         self._post = post
         self._on_routes = on_routes
         self._opening: dict[str, asyncio.Task[str]] = {}  # wire address -> peer id
@@ -63,7 +72,7 @@ class Peers:
         self._keepers: set[asyncio.Task[None]] = set()
         self._readers: set[asyncio.Task[None]] = set()
         self._closing = False
-        self._routes: dict[str, wire.RouteReport] = {}  # peer id -> report
+        self._routes: dict[str, list[wire.RouteReport]] = {}  # peer id -> a report for each pair of ranks
         self._unreached: dict[str, wire.RouteReport] = {}  # wire address -> why there is no route to it
 
     def send(self, peer: str, message: wire.Message, *, as_source: bool) -> None:
@@ -75,7 +84,7 @@ class Peers:
     @property
     def routes(self) -> list[wire.RouteReport]:
         """All proven routes, and for each address that could not be reached a report with its `error`."""
-        return [*self._routes.values(), *self._unreached.values()]
+        return [*itertools.chain.from_iterable(self._routes.values()), *self._unreached.values()]
 
     def meet(self, router: str, addresses: Sequence[str]) -> None:
         """Keeps links to these workers open while this router wants them; they replace those it named before."""
@@ -127,7 +136,7 @@ class Peers:
         except (OSError, TimeoutError, ValueError, OverflowError) as error:
             raise PeerLost(f"cannot reach the decode worker at {address}: {error or 'timed out'}") from error
         try:
-            peer, report = await self._introduce(link)
+            peer, way, reports = await self._introduce(link)
         except SlipstreamError as error:
             link.close(error.message)
             raise
@@ -135,18 +144,25 @@ class Peers:
             link.close()
             raise
         self._links[peer.id, True] = link
-        self._routes[peer.id] = report
+        self._routes[peer.id] = reports
+        for report in reports:
+            self._say(peer, report)
+        self._on_routes()
+        self._post(lambda core: self._take_way(peer.id, way))
+        self._start(self._readers, self._read_destination(link, address, peer.id, way))
+        return peer.id
+
+    def _say(self, peer: wire.WorkerInfo, report: wire.RouteReport) -> None:
+        several = peer.tp_size > 1 or self._info.tp_size > 1
         logger.info(
-            "route to %s: %s, %.1f GB/s, %.0f us%s",
+            "route to %s%s: %s, %.1f GB/s, %.0f us%s",
             peer.name,
+            f", rank {report.source_rank} to rank {report.destination_rank}" if several else "",
             report.transport,
             report.gb_per_s,
             report.latency_us,
             "".join(f"; not {name}: {reason}" for name, reason in self._better(report).items()),
         )
-        self._on_routes()
-        self._start(self._readers, self._read_destination(link, address, peer.id))
-        return peer.id
 
     def _better(self, report: wire.RouteReport) -> dict[str, str]:
         """Why the transports that rank before the chosen one were not taken; those for GPUs only where there is one."""
@@ -154,7 +170,7 @@ class Peers:
         chosen = ranks.get(report.transport, len(ranks))
         return {name: reason for name, reason in report.rejected.items() if ranks.get(name, chosen) < chosen}
 
-    async def _introduce(self, link: Link) -> tuple[wire.WorkerInfo, wire.RouteReport]:
+    async def _introduce(self, link: Link) -> tuple[wire.WorkerInfo, str, list[wire.RouteReport]]:
         hello = wire.Hello(
             kind="worker", id=self._info.id, version=self._info.version, info=self._info, regions=self._regions()
         )
@@ -173,17 +189,18 @@ class Peers:
             exports = decode_exports(answer.regions)
         except msgspec.MsgspecError as error:
             raise PeerLost(f"the regions of {link.label} cannot be read: {error}") from error
-        report = await handshake.open_as_source(link, self._agent, answer.info.id, exports)
-        return answer.info, msgspec.structs.replace(report, peer=answer.info.name)
+        way = f"{answer.info.id}/{next(self._numbers)}"
+        reports = await handshake.open_as_source(link, self._ranks, way, exports, wanted=self._wanted_transport)
+        return answer.info, way, [msgspec.structs.replace(report, peer=answer.info.name) for report in reports]
 
-    async def _read_destination(self, link: Link, address: str, peer: str) -> None:
+    async def _read_destination(self, link: Link, address: str, peer: str, way: str) -> None:
         while (message := await link.receive()) is not None:
             self._post(partial(EngineCore.from_destination, peer_id=peer, message=message))
         if self._closing or link.farewell is not None:
             logger.info("decode worker gone: %s", link.lost_because)
         else:
             logger.warning("decode worker lost: %s", link.lost_because)
-        await self._lost(peer, as_source=True)
+        await self._destination_lost(peer, way)
         self._opening.pop(address, None)  # behind the loss: whoever opens anew finds it settled
 
     # ------------------------------------------------------------------------------------------- as a destination
@@ -209,16 +226,17 @@ class Peers:
         ended = self._served[peer] = asyncio.Event()
         self._links[peer, False] = link
         # Admitted before it is told so: it may open our memory the moment it reads Welcome.
-        probes = handshake.DestinationProbes(link, self._agent, peer, theirs)
-        link.send(wire.Welcome(info=self._info, regions=self._regions()))
+        probes = handshake.DestinationProbes(link, self._ranks, peer)
         try:
+            await probes.begin(theirs)
+            link.send(wire.Welcome(info=self._info, regions=self._regions()))
             while (message := await link.receive()) is not None:
                 if not await probes.handle(message):
                     self._post(partial(EngineCore.from_source, peer_id=peer, message=message))
         finally:
             await probes.close()
             logger.info("prefill worker gone: %s", link.lost_because or f"{link.label}: this worker ends")
-            await self._lost(peer, as_source=False)
+            await self._source_lost(peer)
             self._served.pop(peer, None)
             ended.set()
 
@@ -243,19 +261,20 @@ class Peers:
             return "a worker's Hello must carry its info"
         return mismatch(self._info, hello.info)
 
-    async def _lost(self, peer: str, *, as_source: bool) -> None:
-        self._links.pop((peer, as_source), None)
-        if as_source:
-            self._routes.pop(peer, None)
-            await asyncio.to_thread(self._agent.disconnect, peer)
-            self._post(partial(EngineCore.destination_lost, peer_id=peer))
-            self._on_routes()
-        else:
-            await asyncio.to_thread(self._agent.source_gone, peer)
+    async def _destination_lost(self, peer: str, way: str) -> None:
+        self._links.pop((peer, True), None)
+        self._routes.pop(peer, None)
+        await handshake.disconnect(self._ranks, way)
+        self._post(partial(EngineCore.destination_lost, peer_id=peer))
+        self._on_routes()
+
+    async def _source_lost(self, peer: str) -> None:
+        self._links.pop((peer, False), None)
+        if await handshake.source_gone(self._ranks, peer):  # otherwise this worker is ending itself
             self._post(partial(EngineCore.source_lost, peer_id=peer))
 
     def _regions(self) -> list[msgspec.Raw]:
-        return [msgspec.Raw(msgspec.msgpack.encode(self._agent.exports()))]
+        return [msgspec.Raw(msgspec.msgpack.encode(rank.exports)) for rank in self._ranks]
 
     @staticmethod
     def _start(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from slipstream.engine.timeline import Watcher
 from slipstream.errors import SlipstreamError, WorkerLost
 from slipstream.plain_http import call
 from slipstream.stream import Link
-from slipstream.transfer.agent import TransferAgent
+from slipstream.transfer.rank import Rank
 from slipstream.types import Request
 
 logger = logging.getLogger(__name__)
@@ -81,12 +81,19 @@ class WorkerServer:
         self._thread.start()
         self.call(self._serve_http()).result()
 
-    def attach(self, info: wire.WorkerInfo, agent: TransferAgent, post: Callable[[Event], None]) -> None:
-        """Opens the message port. Called once, when the engine is there."""
+    def attach(
+        self,
+        info: wire.WorkerInfo,
+        ranks: Sequence[Rank],
+        wanted_transport: str,
+        post: Callable[[Event], None],
+        take_way: Callable[[str, str], None],
+    ) -> None:
+        """Opens the message port. Called once, when the engine is there; for the rest see `Peers`."""
 
         async def open_port() -> None:
             self._post = post
-            self._peers = Peers(info, agent, post, self._publish_soon)
+            self._peers = Peers(info, ranks, wanted_transport, post, take_way, self._publish_soon)
             self.info = info
             self._wire_server = await asyncio.start_server(self._accept, sock=self.wire_socket)
             self._spawn(self._heartbeat())

@@ -34,6 +34,7 @@ from slipstream.plain_http import base_url
 from slipstream.run.engine_model import OpenedModel, open_model
 from slipstream.transfer.agent import CopyJob, ProbeMemory, TransferAgent
 from slipstream.transfer.job import CopyTimes
+from slipstream.transfer.rank import RankHere
 from slipstream.transfer.transports.local import Neighbourhood
 from slipstream.version import __version__
 from slipstream.wire import WorkerInfo
@@ -73,6 +74,7 @@ class Worker:
         self._loop: EngineLoop | None = None
         self._info: WorkerInfo | None = None
         self._neighbours = neighbours
+        self._ways: dict[str, str] = {}  # peer -> the name of its routes, those of its latest link; the loop's
 
     @property
     def info(self) -> WorkerInfo:
@@ -141,7 +143,7 @@ class Worker:
         self._closing.callback(loop.stop)
         self._closing.callback(server.stop)  # first: links end while the engine and the mover can still answer
         loop.start()
-        server.attach(self._info, agent, loop.post)
+        server.attach(self._info, [RankHere(agent)], self._transfer.transport, loop.post, self._take_way)
         server.state = "ready"
         if router:
             server.join(router, config.api_key)
@@ -221,11 +223,16 @@ class Worker:
         for effect in effects:
             if isinstance(effect, CopyPages):
                 times = CopyTimes(time.monotonic(), pages=len(effect.source_pages))
-                job = CopyJob(effect.peer, effect.xfer, effect.source_pages, effect.destination_pages, times=times)
+                way = self._ways.get(effect.peer, effect.peer)
+                job = CopyJob(way, effect.xfer, effect.source_pages, effect.destination_pages, times=times)
                 self._agent.submit(job)
             else:
                 messages.append(effect)
         self._server.deliver(messages)
+
+    def _take_way(self, peer: str, way: str) -> None:
+        """Loop thread: from now on copies for this peer go over the routes of a new link."""
+        self._ways[peer] = way
 
     def _copied(self, job: CopyJob, error: str | None) -> None:
         """Mover thread: one job is over."""

@@ -6,8 +6,8 @@ part of the sum, and so do the biases of these products. With more ranks than KV
 same KV head (`kv.layout.head_range`).
 
 The head is split by vocabulary and its logits are gathered: on a large vocabulary it is a tenth of the weights that a
-decode step reads. The embedding is whole on every rank: only single rows of it are read, a split one would cost one more
-sum a step, and where it is tied to the head the head's part is a view of it.
+decode step reads. The embedding is whole on every rank: only single rows of it are read, a split one would cost one
+more sum a step, and where it is tied to the head the head's part is a view of it.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ Routes are opened and measured by the preflight (`peer`), one for each pair of r
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import selectors
 import threading
@@ -54,7 +53,7 @@ class _Peer:
 
     name: str
     opened: list[Route] = field(default_factory=list)
-    used: tuple[Route, ...] = ()
+    used: tuple[Route, ...] | None = None  # empty where this rank has nothing to send to this peer
     tickets: int = 0
     leaving: list[Future[None]] = field(default_factory=list)
 
@@ -96,8 +95,6 @@ class TransferAgent:
         self.region, self.layout, self.config, self.rank = region, layout, config, rank
         self.name = uuid.uuid4().hex
         self.memory: ProbeMemory = memory or HostMemory(region)
-        self.arrival = asyncio.Lock()  # of the probe area's first half, which peers write into
-        self.departure = asyncio.Lock()  # of its second half, which this rank's own preflights read from
         self._ranks = list(ranks or [HeadRange(layout.first_head, layout.kv_heads)])
         self._on_done = on_done
         context = Context(region, config, self.name, host, neighbours)
@@ -205,7 +202,7 @@ class TransferAgent:
         return future
 
     def use(self, peer: str, routes: Sequence[Route]) -> None:
-        """From now on, jobs for `peer` go over these routes."""
+        """From now on, jobs for `peer` go over these routes; without any, this rank has nothing to send to it."""
         self._ask(lambda: self._use(peer, tuple(routes)))
 
     def connect(self, peer: str, theirs: Sequence[Exports]) -> list[Route]:
@@ -331,7 +328,7 @@ class TransferAgent:
 
     def _begin(self, job: CopyJob) -> None:
         peer = self._peers.get(job.peer)
-        if peer is None or not peer.used:
+        if peer is None or peer.used is None:
             self._report(job, f"there is no route to {job.peer}")
             return
         try:
@@ -339,7 +336,7 @@ class TransferAgent:
         except ValueError as error:
             self._report(job, str(error))
             return
-        if len(plan[0][1].length) == 0:
+        if not plan or len(plan[0][1].length) == 0:
             self._report(job, None)
             return
         if job.times is not None:
@@ -408,11 +405,11 @@ class TransferAgent:
         peer = self._peers.get(route.peer)
         if peer is not None and route in peer.opened:
             peer.opened.remove(route)
-            peer.used = tuple(used for used in peer.used if used is not route)
+            peer.used = None if peer.used is None else tuple(used for used in peer.used if used is not route)
             self._transports[route.transport].close(route.remote)
 
     def _use(self, name: str, routes: tuple[Route, ...]) -> None:
-        peer = self._peers.get(name)
+        peer = self._peers.get(name) if routes else self._peers.setdefault(name, _Peer(name))
         if peer is not None:
             peer.used = tuple(route for route in routes if route in peer.opened)
 

@@ -7,153 +7,149 @@ there (ProbeWritten, ProbeResult). Then the source times the same writes, for ba
 latency, and frees the area. A candidate that does not open, does not verify or breaks is rejected with its reason and
 the next one is tried.
 
-The probe area has two halves: peers write into the first; the second is what this rank's own preflights send, so that
-two workers may probe each other at the same time. Nothing here blocks the event loop: copies are the mover's, patterns
-are made and compared in threads.
+The probe area of each rank has two halves: peers write into the first; the second is what this rank's own preflights
+send, so that two workers may probe each other at the same time. Nothing here blocks the event loop, and nothing here
+touches memory: the ranks do (`transfer.rank`), whichever process they live in.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import secrets
-import statistics
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
-
-import numpy as np
 
 from slipstream import wire
 from slipstream.errors import PeerLost, RouteUnavailable, TransferError
 from slipstream.stream import Link
-from slipstream.transfer import pattern
-from slipstream.transfer.agent import Route, TransferAgent
-from slipstream.transfer.copies import HeadMove
+from slipstream.transfer.copies import HeadMove, HeadRange, head_moves
+from slipstream.transfer.rank import Area, Figures, Rank
 from slipstream.transfer.route import unavailable
-from slipstream.transfer.transports.base import Exports, Runs
+from slipstream.transfer.transports.base import Exports
 
 Answer = TypeVar("Answer", bound=wire.Message)
 
 ANSWER_S = 10.0
-BANDWIDTH_WRITES = 4
-BANDWIDTH_S = 2e-3  # what a timed write should take at least, so that starting it does not count
-MOST_REPEATS = 256
-LATENCY_WRITES = 8
-LATENCY_BYTES = 4096
 
 
-async def open_as_source(link: Link, agent: TransferAgent, peer: str, theirs: Sequence[Exports]) -> wire.RouteReport:
-    """Finds, proves and measures the routes to all ranks of `peer` that need this one, and takes them into use.
+async def open_as_source(
+    link: Link, ranks: Sequence[Rank], peer: str, theirs: Sequence[Exports], *, wanted: str = "auto"
+) -> list[wire.RouteReport]:
+    """Finds, proves and measures the routes from our ranks to all ranks of `peer`, and takes them into use.
 
-    Reads from the link itself: to be awaited after Welcome, before anybody else reads. Returns the report of the
-    slowest pair. Raises RouteUnavailable with every reason when a pair has no route, PeerLost when the link ends; the
-    caller then closes the link, and all routes to the peer are closed.
+    Reads from the link itself: to be awaited after Welcome, before anybody else reads. Returns one report for each pair
+    of ranks that share heads. Raises RouteUnavailable with every reason when a pair has no route, PeerLost when the
+    link ends; the caller then closes the link, and all routes to the peer are closed. `wanted` is the transport that
+    was asked for.
     """
-    preflight = _Preflight(link, agent, peer)
+    preflight = _Preflight(link, peer, wanted)
     try:
-        async with agent.departure:
-            found = [
-                await preflight.find(theirs[destination], moves)
-                for destination, moves in agent.moves_to(theirs).items()
-            ]
+        reports = [
+            await preflight.find(ranks[source], theirs[destination], moves)
+            for (source, destination), moves in moves_between([rank.exports for rank in ranks], theirs).items()
+        ]
+        for rank in ranks:
+            await rank.use(peer)
     except BaseException:
-        await asyncio.shield(asyncio.to_thread(agent.disconnect, peer))
+        await asyncio.shield(disconnect(ranks, peer))
         raise
-    agent.use(peer, [route for route, _ in found])
-    reports = [report for _, report in found]
-    if not reports:
-        return wire.RouteReport(peer=peer, transport="none", source_rank=agent.rank)
-    return min(reports, key=lambda report: report.gb_per_s)
+    return reports
+
+
+def moves_between(mine: Sequence[Exports], theirs: Sequence[Exports]) -> dict[tuple[int, int], list[HeadMove]]:
+    """What each of our ranks sends to each of theirs: (source rank, destination rank) -> heads.
+
+    Raises RouteUnavailable when our ranks do not hold what theirs need, or either side's ranks are not in order.
+    """
+    for side, ranks in (("this worker", mine), ("the peer", theirs)):
+        if [exports.rank for exports in ranks] != list(range(len(ranks))):
+            raise RouteUnavailable(f"the ranks of {side} come as {[exports.rank for exports in ranks]}")
+    try:
+        moves = head_moves(*([HeadRange(e.first_head, e.heads) for e in ranks] for ranks in (mine, theirs)))
+    except ValueError as error:
+        raise RouteUnavailable(f"the ranks of the two workers hold different heads: {error}") from error
+    pairs: dict[tuple[int, int], list[HeadMove]] = {}
+    for move in moves:
+        pairs.setdefault((move.source_rank, move.destination_rank), []).append(move)
+    return pairs
+
+
+async def disconnect(ranks: Sequence[Rank], peer: str) -> None:
+    """Closes the routes of all ranks to `peer`; a rank whose process is gone has none."""
+    for ended in await asyncio.gather(*(rank.disconnect(peer) for rank in ranks), return_exceptions=True):
+        if isinstance(ended, BaseException) and not isinstance(ended, PeerLost):
+            raise ended
+
+
+async def source_gone(ranks: Sequence[Rank], peer: str) -> bool:
+    """True when it is proven for every rank's memory that no rank of `peer` can still write into it."""
+    proofs = await asyncio.gather(*(rank.source_gone(peer) for rank in ranks), return_exceptions=True)
+    for proof in proofs:
+        if isinstance(proof, BaseException) and not isinstance(proof, PeerLost):
+            raise proof
+    return all(proof is True for proof in proofs)
 
 
 class _Preflight:
     """The source's side for one peer."""
 
-    def __init__(self, link: Link, agent: TransferAgent, peer: str) -> None:
-        self._link, self._agent, self._peer = link, agent, peer
+    def __init__(self, link: Link, peer: str, wanted: str) -> None:
+        self._link, self._peer, self._wanted = link, peer, wanted
         self._numbers = itertools.count(1)
 
-    async def find(self, theirs: Exports, moves: tuple[HeadMove, ...]) -> tuple[Route, wire.RouteReport]:
-        """The best route to one rank that passes. Raises RouteUnavailable, PeerLost."""
-        agent = self._agent
-        ranking = agent.candidates(theirs)
+    async def find(self, rank: Rank, theirs: Exports, moves: list[HeadMove]) -> wire.RouteReport:
+        """Opens the best route between two ranks that passes. Raises RouteUnavailable, PeerLost."""
+        ranking = await rank.candidates(theirs)
         rejected = dict(ranking.rejected)
         for name in ranking.candidates:
             try:
-                route = await asyncio.wrap_future(agent.open_route(self._peer, theirs, name, moves))
+                await rank.open(self._peer, theirs, name, moves)
             except TransferError as error:
                 rejected[name] = error.message
                 continue
             try:
-                gb_per_s, latency_us = await self._prove(route)
+                async with rank.departure:
+                    figures = await self._prove(rank, theirs)
             except RouteUnavailable as error:
                 rejected[name] = error.message
-                await asyncio.wrap_future(agent.close_route(route))
+                await rank.give_up(self._peer, theirs.rank)
                 continue
-            return route, wire.RouteReport(
+            return wire.RouteReport(
                 peer=self._peer,
                 transport=name,
-                gb_per_s=gb_per_s,
-                latency_us=latency_us,
-                source_rank=agent.rank,
+                gb_per_s=figures.gb_per_s,
+                latency_us=figures.latency_us,
+                source_rank=rank.exports.rank,
                 destination_rank=theirs.rank,
                 rejected=rejected,
             )
-        raise RouteUnavailable(unavailable(agent.config.transport, rejected))
+        raise RouteUnavailable(unavailable(self._wanted, rejected))
 
-    async def _prove(self, route: Route) -> tuple[float, float]:
-        """GB/s and microseconds of a route that delivers what it should. Raises RouteUnavailable when it does not."""
+    async def _prove(self, rank: Rank, theirs: Exports) -> Figures:
+        """Figures of a route that delivers what it should. Raises RouteUnavailable when it does not."""
         probe = next(self._numbers)
-        grant = await self._ask(wire.ProbeOpen(probe=probe, destination_rank=route.exports.rank), wire.ProbeGrant)
+        grant = await self._ask(wire.ProbeOpen(probe=probe, destination_rank=theirs.rank), wire.ProbeGrant)
         if grant.error:
             raise RouteUnavailable(f"the peer refused the preflight: {grant.error}")
         # When it ends in any other way, a write may be in flight still: the area is freed by the end of the link.
         try:
-            figures = await self._write_and_time(route, probe, grant)
+            figures = await self._write_and_time(rank, theirs, grant)
         except RouteUnavailable:
             self._link.send(wire.ProbeClose(probe=probe))
             raise
         self._link.send(wire.ProbeClose(probe=probe))
         return figures
 
-    async def _write_and_time(self, route: Route, probe: int, grant: wire.ProbeGrant) -> tuple[float, float]:
-        agent, region = self._agent, self._agent.region
-        half = (region.bytes - region.probe_offset) // 2
-        size = min(grant.bytes, half) // 64 * 64
-        block = pattern.block_size(size, min(region.page_bytes, route.exports.page_bytes))
-        seed = secrets.randbits(31)
-        start = region.probe_offset + half
-        await asyncio.to_thread(lambda: agent.memory.write(start, pattern.pattern(seed, size)))
-        inside = await asyncio.to_thread(pattern.scatter, seed, size, block)
-        runs = Runs(inside.source + start, inside.destination + grant.offset, inside.length)
-        await self._time(route, runs, 1)
-        result = await self._ask(wire.ProbeWritten(probe=probe, seed=seed, bytes=size, block=block), wire.ProbeResult)
+    async def _write_and_time(self, rank: Rank, theirs: Exports, grant: wire.ProbeGrant) -> Figures:
+        seed, area = secrets.randbits(31), Area(grant.offset, grant.bytes)
+        sent = await rank.send_pattern(self._peer, theirs.rank, area, seed)
+        written = wire.ProbeWritten(probe=grant.probe, seed=seed, bytes=sent.bytes, block=sent.block)
+        result = await self._ask(written, wire.ProbeResult)
         if result.error:
             raise RouteUnavailable(f"the preflight's bytes did not arrive as sent: {result.error}")
-        gb_per_s = await self._bandwidth(route, runs, size)
-        small = min(LATENCY_BYTES, size)
-        one = Runs(*(np.array([value], np.int64) for value in (start, grant.offset, small)))
-        latencies = await self._time(route, one, LATENCY_WRITES)
-        return gb_per_s, statistics.median(latencies) * 1e6
-
-    async def _bandwidth(self, route: Route, runs: Runs, size: int) -> float:
-        """GB/s of the same writes, repeated in one job until it takes long enough to show the rate of the link."""
-        repeats, took = 1, 0.0
-        while True:
-            many = Runs(*(np.tile(column, repeats) for column in (runs.source, runs.destination, runs.length)))
-            seconds = await self._time(route, many, BANDWIDTH_WRITES if took else 2)
-            took = statistics.median(seconds)
-            if took >= BANDWIDTH_S / 2 or repeats == MOST_REPEATS:
-                return repeats * size / took / 1e9
-            repeats = min(MOST_REPEATS, repeats * max(2, round(BANDWIDTH_S / max(took, 1e-6))))
-
-    async def _time(self, route: Route, runs: Runs, count: int) -> list[float]:
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(self._agent.time_writes(route, runs, count)), ANSWER_S)
-        except TimeoutError as error:
-            raise PeerLost(f"a preflight write over {route.transport} did not end within {ANSWER_S:.0f} s") from error
-        except (TransferError, ValueError) as error:
-            raise RouteUnavailable(f"the preflight's copy failed: {error}") from error
+        return await rank.measure(self._peer, theirs.rank, area, seed)
 
     async def _ask(self, message: wire.Message, kind: type[Answer]) -> Answer:
         self._link.send(message)
@@ -172,21 +168,26 @@ class _Preflight:
 
 
 class DestinationProbes:
-    """The destination's side of one link. Admits the peer; `close` ends that.
+    """The destination's side of one link, for all ranks of this worker.
 
-    `handle` is given every message of the link and says whether it was one of the preflight's; it never waits long.
+    `begin` admits the peer to all of them, `close` ends that. `handle` is given every message of the link and says
+    whether it was one of the preflight's; it never waits long.
     """
 
-    def __init__(self, link: Link, agent: TransferAgent, peer: str, theirs: Sequence[Exports]) -> None:
-        self._link, self._agent, self._peer = link, agent, peer
+    def __init__(self, link: Link, ranks: Sequence[Rank], peer: str) -> None:
+        self._link, self._ranks, self._peer = link, ranks, peer
         self._tasks: set[asyncio.Task[None]] = set()
-        self._holding: int | None = None  # the probe that the area is granted to
-        agent.admit(peer, theirs)
+        self._holding: tuple[int, Rank] | None = None  # the probe that an area is granted to, and whose that is
+
+    async def begin(self, theirs: Sequence[Exports]) -> None:
+        """Lets all ranks of the peer open the memory of ours; to be awaited before it is told so."""
+        for rank in self._ranks:
+            await rank.admit(self._peer, list(theirs))
 
     async def handle(self, message: wire.Message) -> bool:
         match message:
             case wire.ProbeOpen():
-                self._start(self._grant(message.probe))
+                self._start(self._grant(message))
             case wire.ProbeWritten():
                 self._start(self._verify(message))
             case wire.ProbeClose():
@@ -202,47 +203,50 @@ class DestinationProbes:
                 task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._holding is not None:
-            await asyncio.to_thread(self._agent.source_gone, self._peer)
-            self._release(self._holding)
+            probe, rank = self._holding
+            with contextlib.suppress(PeerLost):
+                await rank.source_gone(self._peer)
+            self._release(probe)
 
-    @property
-    def _area(self) -> tuple[int, int, int]:
-        """(start, size, guards) of the half that peers write into; a guard zone lies at either end."""
-        region = self._agent.region
-        size = (region.bytes - region.probe_offset) // 2 // 64 * 64
-        return region.probe_offset, size, pattern.GUARD if size >= 4 * pattern.GUARD else 0
-
-    async def _grant(self, probe: int) -> None:
-        start, size, guards = self._area
-        if size - 2 * guards < 64:
-            self._link.send(wire.ProbeGrant(probe=probe, error=f"its probe area has only {size} bytes"))
+    async def _grant(self, message: wire.ProbeOpen) -> None:
+        probe, number = message.probe, message.destination_rank
+        if not 0 <= number < len(self._ranks):
+            self._refuse(probe, f"there is no rank {number} here; this worker has {len(self._ranks)}")
             return
         if self._holding is not None:
-            self._link.send(wire.ProbeGrant(probe=probe, error=f"probe {self._holding} of this link is not closed"))
+            self._refuse(probe, f"probe {self._holding[0]} of this link is not closed")
             return
-        await self._agent.arrival.acquire()
-        self._holding = probe
-        blank = np.full(size, pattern.BLANK, np.uint8)
-        await asyncio.to_thread(self._agent.memory.write, start, blank)
-        self._link.send(wire.ProbeGrant(probe=probe, offset=start + guards, bytes=size - 2 * guards))
+        rank = self._ranks[number]
+        await rank.arrival.acquire()
+        self._holding = (probe, rank)
+        try:
+            area = await rank.blank()
+        except PeerLost as error:
+            area = Area(0, 0, error.message)
+        if area.error:
+            self._release(probe)
+            self._refuse(probe, area.error)
+        else:
+            self._link.send(wire.ProbeGrant(probe=probe, offset=area.offset, bytes=area.bytes))
+
+    def _refuse(self, probe: int, error: str) -> None:
+        self._link.send(wire.ProbeGrant(probe=probe, error=error))
 
     async def _verify(self, message: wire.ProbeWritten) -> None:
-        start, size, guards = self._area
-        if message.probe != self._holding:
+        probe, rank = self._holding or (None, None)
+        if rank is None or message.probe != probe:
             error = f"probe {message.probe} was not granted"
-        elif not (0 < message.block <= message.bytes <= size - 2 * guards):
-            error = f"{message.bytes} bytes in blocks of {message.block} do not fit the area"
         else:
-            error = await asyncio.to_thread(self._look, start, message.bytes + 2 * guards, guards, message)
+            try:
+                error = await rank.check(message.bytes, message.block, message.seed)
+            except PeerLost as lost:
+                error = lost.message
         self._link.send(wire.ProbeResult(probe=message.probe, error=error))
 
-    def _look(self, start: int, size: int, guards: int, message: wire.ProbeWritten) -> str:
-        return pattern.check(self._agent.memory.read(start, size), guards, message.seed, message.block)
-
     def _release(self, probe: int) -> None:
-        if self._holding == probe:
-            self._holding = None
-            self._agent.arrival.release()
+        if self._holding is not None and self._holding[0] == probe:
+            rank, self._holding = self._holding[1], None
+            rank.arrival.release()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
