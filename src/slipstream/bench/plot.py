@@ -33,6 +33,7 @@ class Curve:
     low: Sequence[float] = ()
     high: Sequence[float] = ()
     dashed: bool = False
+    marks: bool = True  # a mark at each point
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ def draw(panels: Sequence[Panel], path: Path, *, title: str = "", note: str = ""
         if title:
             figure.suptitle(title, fontsize=12)
         if note:
-            figure.supxlabel("\n".join(textwrap.wrap(note, 55 * columns)), fontsize=7, color="0.35")
+            lines = (line for part in note.splitlines() for line in textwrap.wrap(part, 55 * columns))
+            figure.supxlabel("\n".join(lines), fontsize=7, color="0.35")
         figure.savefig(path, dpi=140, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
 
 
@@ -95,7 +97,7 @@ def _panel(axes, panel: Panel, colours: dict[str, str]) -> None:
     order = list(colours)
     for curve in panel.curves:
         look = {"color": colours[curve.label], "linestyle": "--" if curve.dashed else "-", "linewidth": 1.4}
-        marker = MARKERS[order.index(curve.label) % len(MARKERS)]
+        marker = MARKERS[order.index(curve.label) % len(MARKERS)] if curve.marks else ""
         axes.plot(curve.x, curve.y, marker=marker, markersize=4, **look)
         if len(curve.low):
             axes.fill_between(curve.x, curve.low, curve.high, color=colours[curve.label], alpha=0.15, linewidth=0)

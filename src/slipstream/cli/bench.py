@@ -11,6 +11,10 @@ BENCHES = {
         "slipstream.bench.engine",
         "Step times of the engine on a GPU, against what its memory and matrix units allow.",
     ),
+    "serve": (
+        "slipstream.bench.serve.command",
+        "Latency, throughput and goodput of a server that speaks the OpenAI API, under load.",
+    ),
     "transfer": (
         "slipstream.bench.transfer",
         "How fast pages move between two processes: every transport, page size, direction.",
@@ -36,9 +40,10 @@ class Benches(click.Group):
 
 @click.command("bench", cls=Benches)
 def command() -> None:
-    """Measure this machine.
+    """Measure a server, or this machine.
 
     \b
+    slipstream bench serve --url http://127.0.0.1:8000 --rate 4,8,12 --slo ttft=1s,tpot=10ms
     slipstream bench transfer
     slipstream bench transfer --memory cuda:0,cuda:1 --sizes 32K,2M --json transfer.json
     """
