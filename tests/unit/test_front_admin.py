@@ -96,7 +96,7 @@ async def test_metrics_count_requests_tokens_and_times() -> None:
 async def test_two_fronts_in_one_process_count_for_themselves() -> None:
     async with house(saying("a")) as one, house(saying("a")) as other:
         await one.post("/v1/completions", {"prompt": "x"})
-        assert (one.app.metrics.prompt_tokens, other.app.metrics.prompt_tokens) == (1, 0)
+        assert (one.app.metrics.prompt_tokens.total, other.app.metrics.prompt_tokens.total) == (1, 0)
 
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])

@@ -68,7 +68,7 @@ class Choice:
         """What has been said since the last call."""
         part, pieces = self._part, self._pieces
         if len(pieces) > 1:
-            self._answer.metrics.merged += len(pieces) - 1
+            self._answer.metrics.merged.add(len(pieces) - 1)
         part.text = pieces[0] if len(pieces) == 1 else "".join(pieces)
         pieces.clear()
         self._part = Part()

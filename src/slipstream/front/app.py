@@ -56,7 +56,7 @@ class FrontApp:
         self._key = config.api_key.encode()
         self._loading: asyncio.Task[None] | None = None
         self._routes = _routes(self.generator, self._admin)
-        self._named = _named_routes(self._admin)
+        self._named = _named_routes(self.generator, self._admin)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -150,7 +150,7 @@ class FrontApp:
         path = exchange.path
         if path not in self._routes:
             path = next((prefix + "{id}" for prefix in self._named if path.startswith(prefix)), "other")
-        self.metrics.statuses[path, str(status)] += 1
+        self.metrics.statuses.add(1, path, str(status))
 
     # ------------------------------------------------------------------------------------------ lifespan
 
@@ -201,14 +201,19 @@ def _routes(generator: Generator, admin: Admin) -> dict[str, dict[str, Handler]]
         "/detokenize": {"POST": admin.detokenize},
         "/v1/tokenize": {"POST": admin.tokenize},
         "/v1/detokenize": {"POST": admin.detokenize},
+        "/v1/requests": {"GET": generator.stories.list},
         "/workers": {"GET": admin.workers, "POST": admin.add_worker},
         "/audit": {"GET": admin.audit},
     }
 
 
-def _named_routes(admin: Admin) -> dict[str, dict[str, NamedHandler]]:
+def _named_routes(generator: Generator, admin: Admin) -> dict[str, dict[str, NamedHandler]]:
     """Paths that end in a name, which may itself hold slashes."""
-    return {"/v1/models/": {"GET": admin.model}, "/workers/": {"DELETE": admin.remove_worker}}
+    return {
+        "/v1/models/": {"GET": admin.model},
+        "/v1/requests/": {"GET": generator.stories.one},
+        "/workers/": {"DELETE": admin.remove_worker},
+    }
 
 
 def _wrong_method(exchange: Exchange, methods: dict[str, Handler] | dict[str, NamedHandler]) -> MethodNotAllowed:

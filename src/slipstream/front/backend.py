@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
@@ -34,10 +35,39 @@ class Card(Protocol):
     def max_model_len(self) -> int: ...
 
 
+class Entry(Protocol):
+    """What the router remembers of a request: the workers that have it, by name, and how often it was given away."""
+
+    attempts: int
+    prefill: str
+    decode: str
+
+
+class Event(Protocol):
+    """One thing that happened to a request; `start` is on this machine's monotonic clock."""
+
+    name: str
+    where: str
+    start: float
+    duration_s: float
+    attributes: dict[str, Any]
+
+
+class History(Protocol):
+    """Events by request id, and whose part is missing and why (`where`, `reason`)."""
+
+    @property
+    def events(self) -> Mapping[str, Sequence[Event]]: ...
+
+    @property
+    def missing(self) -> list[dict[str, str]]: ...
+
+
 class Backend(Protocol):
     """The router. `submit` raises RequestError for what it refuses at once; `abort` is final and silent.
 
-    `describe` and `audit` give what JSON can hold, `add_worker` and `remove_worker` raise ConfigError.
+    `describe` and `audit` give what JSON can hold, `add_worker` and `remove_worker` raise ConfigError. `entry` and
+    `history` are of requests under way and of recent ones.
     """
 
     id: str
@@ -57,5 +87,9 @@ class Backend(Protocol):
     def remove_worker(self, url_or_id: str, drain: bool = True) -> Any: ...
 
     def describe(self) -> dict[str, Any]: ...
+
+    def entry(self, request_id: str) -> Entry | None: ...
+
+    async def history(self, request_ids: Sequence[str]) -> History: ...
 
     def audit(self) -> Any: ...

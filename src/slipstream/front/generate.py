@@ -41,6 +41,7 @@ from slipstream.front.record import Record
 from slipstream.front.schema import BodyDecoder, ChatBody, CompletionBody
 from slipstream.front.service import TokenizerService
 from slipstream.front.shapes import DONE, KEEP_ALIVE, ChatShape, CompletionShape, Shape, event
+from slipstream.front.timeline import Stories
 from slipstream.front.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class Generator:
         self._config = config
         self._metrics = metrics
         self._record = Record()
+        self.stories = Stories(backend)
         self._chat_body = BodyDecoder(ChatBody)
         self._completion_body = BodyDecoder(CompletionBody)
 
@@ -166,13 +168,7 @@ class Generator:
         outcome = "internal_error"
         try:
             answer: Answer = await prepare(exchange, started)
-            self._metrics.in_flight += 1
-            try:
-                await self._run(exchange, answer)
-            finally:
-                self._metrics.in_flight -= 1
-                self._count(answer, started)
-                self._record.request(exchange.request_id, answer.shape.model, answer)
+            await self._told(exchange, endpoint, answer)
             outcome = answer.error.code if answer.error else "ok"
         except RequestError as error:
             outcome = error.code
@@ -181,14 +177,40 @@ class Generator:
             outcome = ClientGone.code
             raise
         finally:
-            self._metrics.outcomes[endpoint, outcome] += 1
+            self._metrics.outcomes.add(1, endpoint, outcome)
+
+    async def _told(self, exchange: Exchange, endpoint: str, answer: Answer) -> None:
+        """Answers, and notes how: in metrics, in the log, in the list of recent requests."""
+        self._metrics.in_flight += 1
+        story = self.stories.open(exchange.request_id, endpoint, answer)
+        error: RequestError | None = None
+        cancelled = True  # unless it ends in another way
+        try:
+            await self._run(exchange, answer)
+            cancelled = False
+        except RequestError as refusal:
+            error, cancelled = refusal, False
+            raise
+        finally:
+            self._metrics.in_flight -= 1
+            self._count(answer, answer.started)
+            story.end(error, cancelled)
+            self._record.request(exchange.request_id, answer.shape.model, answer)
 
     def _count(self, answer: Answer, started: float) -> None:
-        usage = answer.usage()
-        self._metrics.prompt_tokens += usage.prompt_tokens
-        self._metrics.cached_tokens += usage.prompt_tokens_details.cached_tokens
-        self._metrics.generated_tokens += usage.completion_tokens
-        self._metrics.duration.observe(time.monotonic() - started)
+        usage, metrics = answer.usage(), self._metrics
+        seconds = time.monotonic() - started
+        metrics.prompt_tokens.add(usage.prompt_tokens)
+        metrics.cached_tokens.add(usage.prompt_tokens_details.cached_tokens)
+        metrics.generated_tokens.add(usage.completion_tokens)
+        metrics.duration.observe(seconds)
+        metrics.prompt_sizes.observe(usage.prompt_tokens)
+        metrics.answer_sizes.observe(usage.completion_tokens)
+        for reason in answer.finishes:
+            metrics.finishes.add(1, reason)
+        each = usage.completion_tokens / max(1, len(answer.choices))
+        if answer.first_token_s is not None and each > 1:
+            metrics.token_time.observe((seconds - answer.first_token_s) / (each - 1))
 
     async def _run(self, exchange: Exchange, answer: Answer) -> None:
         self.answers.add(answer)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -26,6 +26,14 @@ class ScriptedCard:
     name: str
     model: str
     max_model_len: int
+
+
+@dataclass
+class ScriptedHistory:
+    """Nothing happens at workers that do not exist."""
+
+    events: dict[str, Any] = field(default_factory=dict)
+    missing: list[dict[str, str]] = field(default_factory=list)
 
 
 class Stage:
@@ -128,6 +136,12 @@ class ScriptedRouter:
         if url_or_id not in self.urls:
             raise ConfigError(f"there is no worker {url_or_id!r}")
         return {"url": url_or_id, "role": self.urls.pop(url_or_id), "drain": drain}
+
+    def entry(self, request_id: str) -> None:
+        return None
+
+    async def history(self, request_ids: Sequence[str]) -> ScriptedHistory:
+        return ScriptedHistory()
 
     def describe(self) -> dict[str, Any]:
         return {"router": self.id, "ready": self.ready, "workers": [{"url": url} for url in self.urls]}

@@ -64,6 +64,8 @@ class Assignment:
         assert d is not None
         life.begin(placement)
         p.send(wire.Submit(request=life.submission(), decode_at=None if placement.local else d.wire_address))
+        tokens = len(life.request.prompt_ids) + len(life.delivered)
+        life.entry.placed(placement, tokens, p, d, len(self._fleet.linked()))
         self._count(life, placement, p, d)  # behind the sending: what cannot be sent leaves no charge
         self._charge(placement, p, d)
         return True

@@ -23,6 +23,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from slipstream.errors import RequestError
+from slipstream.router.journal import Entry
 from slipstream.router.place import NOTHING_TO_AVOID, Avoid, Placement, Prompt
 from slipstream.types import Request, Tokens
 
@@ -55,12 +56,14 @@ class Life:
     """The state of one request. `prefill`, `decode` and `owner` are worker ids, "" while it waits."""
 
     __slots__ = (
-        "attempt", "avoid", "charged", "deadline", "decode", "delivered", "gap_ping", "held", "introduced", "lost",
-        "owner", "patience", "placement", "prefill", "request", "resubmissions", "since", "sink", "speaker", "stage",
+        "attempt", "avoid", "charged", "deadline", "decode", "delivered", "entry", "gap_ping", "held", "introduced",
+        "lost", "owner", "patience", "placement", "prefill", "request", "resubmissions", "since", "sink", "speaker",
+        "stage",
     )  # fmt: skip
 
-    def __init__(self, request: Request, sink: Sink, now: float) -> None:
+    def __init__(self, request: Request, sink: Sink, now: float, entry: Entry | None = None) -> None:
         self.request = request
+        self.entry = entry or Entry(request)
         self.sink = sink
         self.since = now
         self.stage: Stage = "waiting"

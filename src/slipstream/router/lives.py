@@ -33,6 +33,7 @@ from slipstream.errors import (
 )
 from slipstream.router.assign import Assignment
 from slipstream.router.fleet import Fleet
+from slipstream.router.journal import Journal
 from slipstream.router.life import Life, Sink, Verdict
 from slipstream.router.metrics import RouterMetrics
 from slipstream.router.place import Avoid, Placement, Prompt
@@ -49,6 +50,7 @@ class Lives:
 
     def __init__(self, fleet: Fleet, config: RouterConfig, metrics: RouterMetrics) -> None:
         self.closed = False
+        self.journal = Journal()
         self._fleet = fleet
         self._config = config
         self._metrics = metrics
@@ -73,7 +75,7 @@ class Lives:
             raise InvalidRequest(f"request id {request.id!r} is in use by a request that is under way; choose another")
         if problem := self._assign.too_long(request):
             raise problem
-        life = Life(request, sink, time.monotonic())
+        life = Life(request, sink, time.monotonic(), self.journal.begin(request))
         if not self._assign.place(life):
             if self._config.worker_wait_s <= 0:
                 raise self._assign.no_workers()
@@ -203,6 +205,8 @@ class Lives:
     # ------------------------------------------------------------------------------------------ tokens, slow path
 
     def _deliver(self, life: Life, t: Tokens) -> None:
+        if not life.entry.first:
+            life.entry.spoke()
         if t.cached_tokens:
             self._metrics.prefix_hit_tokens.inc(t.cached_tokens)
         if t.finish is not None:
@@ -257,6 +261,7 @@ class Lives:
         life.again()
         life.avoid = avoid
         life.lost = error
+        life.entry.resubmitted(cause, len(life.delivered))
         self._metrics.resubmissions.labels(cause).inc()
         logger.info(
             "%s continues elsewhere behind %d tokens, attempt %d", life.request.id, len(life.delivered), life.attempt

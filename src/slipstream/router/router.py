@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import uuid
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -28,6 +29,8 @@ from slipstream import wire
 from slipstream.config import RouterConfig
 from slipstream.router.audit import RouterAudit, audit
 from slipstream.router.fleet import Fleet
+from slipstream.router.history import History, history
+from slipstream.router.journal import Entry
 from slipstream.router.life import Sink
 from slipstream.router.lives import Lives
 from slipstream.router.metrics import RouterMetrics
@@ -106,6 +109,14 @@ class Router:
     def abort(self, request_id: str) -> None:
         """Ends a request at once, at both its workers; its sink is not called any more. Unknown ids are ignored."""
         self._lives.abort(request_id)
+
+    def entry(self, request_id: str) -> Entry | None:
+        """What is remembered of a request: workers, attempts; None of one that is too long ago."""
+        return self._lives.journal.get(request_id)
+
+    async def history(self, request_ids: Sequence[str]) -> History:
+        """Everything that happened to these requests, here and at their workers; see `router.history`."""
+        return await history(self._lives.journal, request_ids)
 
     # ------------------------------------------------------------------------------------------ workers
 

@@ -60,6 +60,9 @@ class Counter:
     def add(self, amount: float = 1, *values: str) -> None:
         self.values[values] = self.values.get(values, 0) + amount
 
+    def __getitem__(self, values: str | Values) -> float:
+        return self.values.get((values,) if isinstance(values, str) else values, 0)
+
     @property
     def total(self) -> float:
         return sum(list(self.values.values()))

@@ -1,0 +1,181 @@
+"""Recent requests, and the timeline of each: `GET /v1/requests`, `GET /v1/requests/{id}/timeline`.
+
+The front keeps a Story for each answer: who asked for what, when it came, how it ended. The events between are the
+router's and the workers'; they are put together when somebody asks. A story is found by the id of its response, which
+clients see, and by X-Request-ID. Nothing of a prompt or an answer is kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+from urllib.parse import unquote
+
+from slipstream.errors import ClientGone, InvalidRequest, RequestError, RouteNotFound
+from slipstream.front.answer import Answer
+from slipstream.front.backend import Backend
+from slipstream.front.exchange import Exchange
+from slipstream.telemetry import clock
+
+RECENT = 1000
+LIMIT = 50
+MOST_CHOICES = 64  # whose events are shown
+SUFFIX = "/timeline"
+
+
+class Story:
+    """One answer. `answer` is there while it is under way; times are those of `telemetry.clock.now`."""
+
+    __slots__ = (
+        "answer", "created", "e2e_s", "endpoint", "engine_ids", "error", "finish_reason", "id", "model", "numbers",
+        "request_id", "started", "state", "submitted",
+    )  # fmt: skip
+
+    def __init__(self, request_id: str, endpoint: str, answer: Answer) -> None:
+        self.id = answer.shape.response_id
+        self.request_id = request_id
+        self.endpoint = endpoint
+        self.model = answer.shape.model
+        self.started = answer.started
+        self.submitted = clock.now()
+        self.created = clock.unix_of(answer.started)
+        self.engine_ids = [choice.request.id for choice in answer.choices]
+        self.answer: Answer | None = answer
+        self.state = "running"
+        self.e2e_s: float | None = None
+        self.finish_reason: str | None = None
+        self.error: str | None = None
+        self.numbers: dict[str, Any] = {}
+
+    def end(self, error: RequestError | None, cancelled: bool) -> None:
+        """Nothing more is said of it: keeps its numbers and lets go of the answer."""
+        assert self.answer is not None
+        answer = self.answer
+        error = error or answer.error
+        self.e2e_s = clock.now() - self.started
+        self.numbers = counted(answer)
+        if cancelled or isinstance(error, ClientGone):
+            self.state = "cancelled"
+        elif error is not None:
+            self.state = "failed"
+        else:
+            self.state = "finished"
+            self.finish_reason = ",".join(dict.fromkeys(answer.finishes))
+        self.error = f"{error.code}: {error.message}" if error is not None else None
+        self.answer = None
+
+
+def counted(answer: Answer) -> dict[str, Any]:
+    usage = answer.usage()
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "output_tokens": usage.completion_tokens,
+        "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+        "ttft_s": answer.first_token_s,
+    }
+
+
+class Stories:
+    """Those under way and the last `RECENT`; and the handlers that show them."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._stories: OrderedDict[str, Story] = OrderedDict()
+        self._by_request: dict[str, str] = {}
+
+    def open(self, request_id: str, endpoint: str, answer: Answer) -> Story:
+        story = Story(request_id, endpoint, answer)
+        self._stories[story.id] = story
+        self._by_request[request_id] = story.id
+        while len(self._stories) > RECENT:
+            _, old = self._stories.popitem(last=False)
+            if self._by_request.get(old.request_id) == old.id:
+                del self._by_request[old.request_id]
+        return story
+
+    def find(self, name: str) -> Story | None:
+        """By the id of the response or of one of its choices, or by X-Request-ID, where the newest wins."""
+        found = self._stories.get(name) or self._stories.get(self._by_request.get(name, ""))
+        return found or self._stories.get(name.rpartition("-")[0])
+
+    def recent(self, limit: int) -> list[dict[str, Any]]:
+        """The newest first."""
+        stories = list(reversed(self._stories.values()))[:limit]
+        return [self.summary(story) for story in stories]
+
+    def summary(self, story: Story) -> dict[str, Any]:
+        numbers = counted(story.answer) if story.answer is not None else story.numbers
+        entries = [entry for name in story.engine_ids[:MOST_CHOICES] if (entry := self._backend.entry(name))]
+        return {
+            "id": story.id,
+            "request_id": story.request_id,
+            "endpoint": story.endpoint,
+            "model": story.model,
+            "state": story.state,
+            "created": story.created,
+            **numbers,
+            "attempts": max((entry.attempts for entry in entries), default=1),
+            "prefill_worker": entries[0].prefill or None if entries else None,
+            "decode_worker": entries[0].decode or None if entries else None,
+            "e2e_s": story.e2e_s,
+            "finish_reason": story.finish_reason,
+            "error": story.error,
+        }
+
+    async def timeline(self, story: Story) -> dict[str, Any]:
+        """The summary with `events`, in order, and `missing` workers."""
+        names = story.engine_ids[:MOST_CHOICES]
+        history = await self._backend.history(names)
+        events = list(self._own(story))
+        for at, name in enumerate(names):
+            for event in history.events.get(name, ()):
+                attributes = dict(event.attributes)
+                if len(names) > 1:
+                    attributes["choice"] = at
+                start = event.start - story.started
+                events.append(_event(event.name, event.where, start, event.duration_s, attributes))
+        events.sort(key=lambda event: event["start_s"])
+        return {**self.summary(story), "events": events, "missing": history.missing}
+
+    def _own(self, story: Story) -> Iterable[dict[str, Any]]:
+        numbers = counted(story.answer) if story.answer is not None else story.numbers
+        received = {"endpoint": story.endpoint, "prompt_tokens": numbers["prompt_tokens"]}
+        yield _event("received", "router", 0.0, story.submitted - story.started, received)
+        if story.e2e_s is not None:
+            attributes = {"output_tokens": numbers["output_tokens"]}
+            if story.finish_reason:
+                attributes["reason"] = story.finish_reason
+            if story.error:
+                attributes["error"] = story.error
+            yield _event(story.state, "router", story.e2e_s, 0.0, attributes)
+
+    # ------------------------------------------------------------------------------------------ handlers
+
+    async def list(self, exchange: Exchange) -> None:
+        text = exchange.query("limit") or str(LIMIT)
+        if not text.isdigit() or not 1 <= int(text[:6]) <= RECENT:
+            raise InvalidRequest(f"limit must be a number from 1 to {RECENT}; {text!r} was given", param="limit")
+        await exchange.json({"object": "list", "now": time.time(), "data": self.recent(int(text))})
+
+    async def one(self, exchange: Exchange, path: str) -> None:
+        """`{id}` is the summary, `{id}/timeline` everything."""
+        name = unquote(path.removesuffix(SUFFIX))
+        story = self.find(name)
+        if story is None:
+            raise RouteNotFound(
+                f"no request {name!r} is remembered here; the last {RECENT} are, by the id of the response or by "
+                "X-Request-ID. GET /v1/requests lists them"
+            )
+        await exchange.json(await self.timeline(story) if path.endswith(SUFFIX) else self.summary(story))
+
+
+def _event(name: str, where: str, start_s: float, duration_s: float, attributes: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "where": where,
+        "start_s": round(start_s, 6),
+        "duration_s": round(duration_s, 6),
+        "attributes": attributes,
+    }
