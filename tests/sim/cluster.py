@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from slipstream import wire
 from slipstream.engine.core import EngineCore
 from slipstream.engine.effects import CopyPages, ToPeer, ToRouter
-from slipstream.engine.plan import StepPlan
+from slipstream.engine.plan import StepOutcome, StepPlan
 from slipstream.kv.layout import KVLayout
 from slipstream.kv.pages import PageState
 
@@ -40,6 +41,7 @@ class Numbers:
     max_model_len: int = 40
     prefix_cache: bool = True
     headroom_tokens: int = 4
+    depth: int = 1  # steps that are launched before the first of them is settled
 
 
 @dataclass
@@ -115,6 +117,14 @@ class Channel:
         return self.cut_at
 
 
+@dataclass
+class Launched:
+    """A step under way; `outcome` is there when the device has done it."""
+
+    plan: StepPlan
+    outcome: StepOutcome | None = None
+
+
 class RouterSide:
     """What a worker's link to the router ends in; see `router.Router`."""
 
@@ -136,7 +146,7 @@ class Worker:
             page_tokens=numbers.page_tokens, layers=1, kv_heads=1, head_dim=4, dtype="float32", total_kv_heads=1
         )
         self.core = EngineCore(layout, numbers.pages, numbers, (2,), headroom_tokens=numbers.headroom_tokens)
-        self.model = PretendModel(self.core, numbers.pages, numbers.page_tokens, world.rng)
+        self.model = PretendModel(self.core, numbers.pages, numbers.page_tokens, world.rng, numbers.depth)
         self.alive = True
         self.router: RouterSide | None = None
         self.to_router: Channel | None = None
@@ -144,7 +154,7 @@ class Worker:
         self.out: dict[str, Link] = {}  # links on which we are the source, by peer id
         self.into: dict[str, Link] = {}
         self.links: list[Link] = []  # all that there ever were
-        self._computing = False
+        self._under_way: deque[Launched] = deque()
         self._spared = 0  # steps that will not fail
         self._woken = False
         self._inbox: list[Callable[[], None]] = []
@@ -155,23 +165,24 @@ class Worker:
         """Something happens to the core: at once, or behind the step that runs, as a real loop has it."""
         if not self.alive:
             return
-        if self._computing and not self.trouble.eager:
+        if self._under_way and not self.trouble.eager:
             self._inbox.append(event)
             return
         event()
-        if self._computing:
+        if self._under_way:
             self.deliver()
         else:
             self.wake()
 
     def wake(self) -> None:
-        if not self._woken and not self._computing:
+        if not self._woken and len(self._under_way) < self.numbers.depth:
             self._woken = True
             self.world.after(self.world.delay(0.2), self._loop)
 
     def _loop(self) -> None:
+        """Launches steps until there are enough of them, then waits for the oldest."""
         self._woken = False
-        if not self.alive or self._computing:
+        if not self.alive or len(self._under_way) >= self.numbers.depth:
             return
         plan = self.core.schedule()
         if self.world.tracing:
@@ -179,24 +190,33 @@ class Worker:
         self.deliver()
         if plan is None:
             return
-        self._computing = True
-        early = self.world.rng.random() < 0.5
-        outcome = self.model.execute(plan) if early else None
-        self.world.after(0.1 + self.world.delay(2.0), lambda: self._settle(plan, outcome))
+        self._under_way.append(Launched(plan))
+        if self.world.rng.random() < 0.5:
+            self._compute(len(self._under_way))
+        self.world.after(0.1 + self.world.delay(2.0), self._settle)
+        if len(self._under_way) < self.numbers.depth:
+            self.wake()
 
-    def _settle(self, plan: StepPlan, outcome) -> None:
-        if not self.alive:
+    def _compute(self, steps: int) -> None:
+        """The device does the first steps, in their order."""
+        for launched in list(self._under_way)[:steps]:
+            if launched.outcome is None:
+                launched.outcome = self.model.execute(launched.plan)
+
+    def _settle(self) -> None:
+        if not self.alive or not self._under_way:
             return
-        outcome = outcome or self.model.execute(plan)
-        self._computing = failed = False
-        if self._spared:  # the sequences of a failed step are computed alone, and then succeed
-            self._spared -= 1
-        elif self.world.rng.random() < self.trouble.step_failures:
+        self._compute(1)
+        launched = self._under_way.popleft()
+        plan, outcome = launched.plan, launched.outcome
+        assert outcome is not None
+        if not self._spared and self.world.rng.random() < self.trouble.step_failures:
             self._spared = plan.sequences
+            self._under_way.clear()  # what comes of a step behind it is not looked at
             self.core.step_failed(plan, "the step failed")
             self.model.failed()
-            failed = True
-        if not failed:
+        else:  # the sequences of a failed step are computed alone, and then succeed
+            self._spared = max(0, self._spared - 1)
             self.core.settle(plan, outcome)
         self.deliver()
         inbox, self._inbox = self._inbox, []

@@ -13,12 +13,13 @@ import random
 import numpy as np
 
 from slipstream.engine.core import EngineCore
-from slipstream.engine.plan import StepOutcome, StepPlan
+from slipstream.engine.plan import FROM_DEVICE, StepOutcome, StepPlan
 from slipstream.kv.pages import PageState
-from slipstream.types import FinishReason, Request
+from slipstream.types import FinishReason, Request, SamplingParams
 
 EOS = 2
 VOCABULARY = 7  # token ids EOS + 1 and up
+UNSOUND = -1  # in place of a token: the model's logits are not finite
 MASK = (1 << 61) - 1
 COMMITTED = {PageState.RUNNING, PageState.LANDED}  # a landed page may be shared before its own sequence runs
 
@@ -31,14 +32,16 @@ def number(token: int, position: int, before: int) -> int:
     return (token * 1_000_003 + position * 7_919 + before * 31 + 17) & MASK
 
 
-def choose(numbers: list[int]) -> int:
-    """The next token behind a context with these numbers."""
+def choose(numbers: list[int], sampling: SamplingParams) -> int:
+    """The next token behind a context with these numbers; UNSOUND now and then for a request that asks for it."""
     drawn = hash(tuple(numbers)) % (VOCABULARY * 2)
+    if drawn == 1 and sampling.min_p:
+        return UNSOUND
     return EOS if drawn == 0 else EOS + 1 + drawn % VOCABULARY
 
 
-def answer(request: Request, max_model_len: int) -> tuple[list[int], FinishReason]:
-    """All tokens that a request must get, and how it must end."""
+def answer(request: Request, max_model_len: int) -> tuple[list[int], FinishReason | None]:
+    """All tokens that a request must get, and how it must end; None when it fails behind them."""
     sampling = request.sampling
     numbers: list[int] = []
     before = 0
@@ -48,7 +51,9 @@ def answer(request: Request, max_model_len: int) -> tuple[list[int], FinishReaso
     outputs: list[int] = []
     limit = min(sampling.max_tokens, max_model_len - len(request.prompt_ids))
     while True:
-        token = choose(numbers)
+        token = choose(numbers, sampling)
+        if token == UNSOUND:
+            return outputs, None
         outputs.append(token)
         stops = token in sampling.stop_token_ids or (token == EOS and not sampling.ignore_eos)
         if stops and len(outputs) > sampling.min_tokens:
@@ -60,15 +65,21 @@ def answer(request: Request, max_model_len: int) -> tuple[list[int], FinishReaso
 
 
 class PretendModel:
-    """The page store of one worker and what executes its plans."""
+    """The page store of one worker and what executes its plans, up to `depth` of them before it is asked.
 
-    def __init__(self, core: EngineCore, pages: int, page_tokens: int, rng: random.Random) -> None:
+    Like a device it keeps the token that each row got last, for plans that were made before that was known.
+    """
+
+    def __init__(self, core: EngineCore, pages: int, page_tokens: int, rng: random.Random, depth: int) -> None:
         self._core = core
         self._page_tokens = page_tokens
         self.store = [[rng.getrandbits(60) for _ in range(page_tokens)] for _ in range(pages)]
+        self._depth = depth
         self._step = 0
         self._unsure = False
-        self._rows: dict[int, int] = {}  # sampling row -> outputs so far
+        self._rows: dict[int, SamplingParams] = {}  # those that are in use
+        self._left: dict[int, int] = {}  # row -> tokens that its request may still get
+        self._last: dict[int, int] = {}  # row -> the token that the step before drew for it
 
     def execute(self, plan: StepPlan) -> StepOutcome:
         """Computes, checking that the plan is consistent and reads only what it may."""
@@ -82,6 +93,7 @@ class PretendModel:
         contexts = plan.context_lens.tolist()
         tables = plan.block_tables.tolist()
         sample = plan.sample.tolist()
+        rows = plan.rows.tolist()
         chosen = []
         written: set[int] = set()
         for i, context in enumerate(contexts):
@@ -90,13 +102,31 @@ class PretendModel:
             if positions[first:end] != list(range(context - (end - first), context)):
                 raise Violation(f"step {plan.step}: positions {positions[first:end]} end a context of {context}")
             self._check_pages(table, positions[first] // self._page_tokens, written)
-            self._write(table, positions[first], tokens[first:end])
-            chosen.append(choose(self.read(table, context)) if sample[i] else -1)
+            self._write(table, positions[first], self._known(rows[i], tokens[first:end]))
+            chosen.append(choose(self.read(table, context), self._rows[rows[i]]) if sample[i] else -1)
+        self._last = {row: token for row, token, drawn in zip(rows, chosen, sample, strict=True) if drawn}
+        for row in self._last:
+            self._left[row] -= 1
+            if self._left[row] < 0:
+                raise Violation(f"row {row}: goes on behind the last token of its request")
         return StepOutcome(plan.step, np.asarray(chosen, dtype=np.int64), [None] * len(chosen))
 
+    def _known(self, row: int, tokens: list[int]) -> list[int]:
+        """The tokens, with that of the step before where the host did not know it."""
+        if FROM_DEVICE not in tokens:
+            return tokens
+        if tokens != [FROM_DEVICE] or self._depth < 2:
+            raise Violation(f"row {row}: tokens {tokens} at depth {self._depth}")
+        if row not in self._last:
+            raise Violation(f"row {row}: its last token is taken from the step before, which drew none for it")
+        if self._rows[row].min_tokens:
+            raise Violation(f"row {row}: is scheduled ahead of a token that its sampling has to know")
+        return [self._last[row]]
+
     def failed(self) -> None:
-        """The last step counts as failed: what it said of rows may be said again."""
+        """The last steps count as failed: what they said of rows may be said again."""
         self._unsure = True
+        self._last.clear()
 
     def _take_rows(self, plan: StepPlan) -> None:
         for row in plan.freed_rows:
@@ -105,7 +135,9 @@ class PretendModel:
         for new in plan.new_rows:
             if new.row in self._rows and not self._unsure:
                 raise Violation(f"row {new.row} given out twice")
-            self._rows[new.row] = new.outputs
+            self._rows[new.row] = new.sampling
+            self._left[new.row] = new.sampling.max_tokens - new.outputs
+            self._last.pop(new.row, None)
         self._unsure = False
         rows = plan.rows.tolist()
         if len(set(rows)) != len(rows) or not set(rows) <= self._rows.keys():

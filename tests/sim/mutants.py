@@ -15,7 +15,9 @@ from slipstream import wire
 from slipstream.engine import outgoing, scheduler, sequence
 from slipstream.engine.core import EngineCore
 from slipstream.engine.effects import Outbox
+from slipstream.engine.flights import Flights
 from slipstream.engine.incoming import Incoming
+from slipstream.engine.rows import RowTable
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.sequence import Sequence
 from slipstream.kv.prefix import PrefixIndex
@@ -244,7 +246,7 @@ def the_partial_last_page_is_not_copied() -> list[Patch]:
 @mutant
 def pages_of_an_ended_sequence_are_dropped_during_its_step() -> list[Patch]:
     def release(self: EngineCore, sequence: Sequence) -> None:
-        flying, sequence.in_flight = sequence.in_flight, False
+        flying, sequence.in_flight = sequence.in_flight, 0
         honest(self, sequence)
         sequence.in_flight = flying
 
@@ -325,3 +327,100 @@ def evicted_pages_keep_their_names() -> list[Patch]:
         return page
 
     return [(PrefixIndex, "evict", evict)]
+
+
+# --------------------------------------------------------------------------------------------- two steps under way
+
+
+@mutant
+def a_row_is_given_away_while_a_step_computes_its_last_sequence() -> list[Patch]:
+    def forget(self: EngineCore, sequence: Sequence) -> None:
+        honest(self, sequence)
+        self._rows.release(sequence)
+
+    honest = EngineCore._forget
+    return [(EngineCore, "_forget", forget)]
+
+
+@mutant
+def pages_come_back_with_the_first_of_two_steps() -> list[Patch]:
+    def back(self: Flights, sequence: Sequence) -> bool:
+        flying, sequence.in_flight = sequence.in_flight, 1
+        alive = honest(self, sequence)
+        sequence.in_flight = flying - 1
+        return alive
+
+    honest = Flights.back
+    return [(Flights, "back", back)]
+
+
+@mutant
+def what_a_step_brings_for_an_ended_sequence_counts() -> list[Patch]:
+    def back(self: Flights, sequence: Sequence) -> bool:
+        return honest(self, sequence) or bool(sequence.pages)
+
+    honest = Flights.back
+    return [(Flights, "back", back)]
+
+
+@mutant
+def a_sequence_goes_on_beyond_its_limit() -> list[Patch]:
+    def ready(self: RowTable, rows: Any) -> Any:
+        limit, self._limit = self._limit, self._limit + 9
+        able = honest(self, rows)
+        self._limit = limit
+        return able
+
+    honest = RowTable.ready
+    return [(RowTable, "ready", ready)]
+
+
+@mutant
+def tokens_that_the_host_has_to_know_are_not_waited_for() -> list[Patch]:
+    return [(Sequence, "needs_host", property(lambda self: False))]
+
+
+@mutant
+def a_chunk_is_planned_again_while_it_is_computed() -> list[Patch]:
+    def plan(self: RowTable, step: int, decode_rows: Any, chunks: list[tuple[Sequence, int]]) -> Any:
+        for one, count in chunks:
+            one.planned = min(one.computed, len(one.tokens) - count)
+        return honest(self, step, decode_rows, chunks)
+
+    honest = RowTable.plan
+    return [(RowTable, "plan", plan)]
+
+
+@mutant
+def the_step_behind_a_failed_one_is_forgotten() -> list[Patch]:
+    def rewind(self: RowTable, sequence: Sequence) -> None:
+        if self.pending[sequence.row] < 2:
+            honest(self, sequence)
+
+    honest = RowTable.rewind
+    return [(RowTable, "rewind", rewind)]
+
+
+@mutant
+def a_failed_chunk_is_not_computed_again() -> list[Patch]:
+    def void(self: Flights, plan: Any) -> list[Sequence]:
+        ends = {one: one.planned for flight in self._under_way for one, _ in flight.chunks}
+        blamed = honest(self, plan)
+        for one, end in ends.items():
+            one.planned = end
+        return blamed
+
+    honest = Flights.void
+    return [(Flights, "void", void)]
+
+
+@mutant
+def pages_are_taken_from_what_is_being_computed() -> list[Patch]:
+    def preempt(self: Scheduler, one: Sequence) -> None:
+        flying, one.in_flight = one.in_flight, 0
+        preempt_quietly(self, one)
+        one.in_flight = flying
+
+    preempt_quietly = Scheduler.preempt
+    grow = Scheduler._grow
+    return [(Scheduler, "preempt", preempt), (Scheduler, "_grow", lambda self, busy: grow(self, False))]

@@ -22,8 +22,8 @@ class Ticket:
 
     request: Request
     expected: list[int]
-    finish: str
-    refusal: str | None = None  # the error code that is the right answer
+    finish: str | None  # None when it fails behind the expected tokens
+    refusals: set[str]  # error codes that are right answers
     attempt: int = -1
     prefill: str | None = None
     decode: str | None = None
@@ -167,6 +167,8 @@ class Router(RouterSide):
         if ticket is None:
             return
         name = f"{tokens.request}#{tokens.attempt} from {worker.id}"
+        if ticket.ended == "refused" and worker.id != ticket.owner:
+            return  # the first token comes late, the decode worker has failed meanwhile
         if ticket.ended is not None:
             raise Violation(f"{name}: tokens {tokens.token_ids} at {tokens.index} after the end ({ticket.ended})")
         if tokens.index in ticket.spoken:
@@ -184,7 +186,7 @@ class Router(RouterSide):
         ticket.tokens += tokens.token_ids
         if ticket.tokens != ticket.expected[: len(ticket.tokens)]:
             raise Violation(f"{name}: tokens {ticket.tokens}, expected {ticket.expected}")
-        complete = len(ticket.tokens) == len(ticket.expected)
+        complete = len(ticket.tokens) == len(ticket.expected) and ticket.finish is not None
         if complete != (tokens.finish is not None) or (complete and tokens.finish != ticket.finish):
             raise Violation(
                 f"{name}: finish={tokens.finish} after {len(ticket.tokens)} of {len(ticket.expected)} tokens"
@@ -201,6 +203,6 @@ class Router(RouterSide):
         if failed.retriable and ticket.attempts < 200:
             self._continue(ticket)
             return
-        if failed.code != ticket.refusal:
+        if failed.code not in ticket.refusals:
             raise Violation(f"{failed.request}: failed with {failed.code} ({failed.message})")
         ticket.ended = "refused"

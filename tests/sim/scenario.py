@@ -51,7 +51,7 @@ class Scenario:
         self.seed = seed
         self.world = World(seed, trace)
         rng = self.world.rng
-        self.numbers = _numbers(rng)
+        self.numbers = _numbers(rng, depth=1 + seed % 2)
         self.trouble = _trouble(rng)
         self.trouble.premature_proof = premature_proof
         self.result = Result()
@@ -101,13 +101,15 @@ class Scenario:
                 min_tokens=rng.choice((0, 0, 3)),
                 ignore_eos=rng.random() < 0.6,
                 stop_token_ids=(EOS + 1,) if rng.random() < 0.2 else (),
-                prompt_logprobs=None,
+                min_p=0.5 if (self.seed + 7 * i) % 23 == 0 else 0.0,  # for the pretend model: may have no finite logits
             )
             request = Request(id=f"r{i}", prompt_ids=prompt, sampling=sampling, priority=rng.choice((0, 0, 0, -1)))
             expected, finish = answer(request, self.numbers.max_model_len)
+            refusals = {"engine_failure"} if finish is None else set()
             most = min(len(prompt) + sampling.max_tokens, self.numbers.max_model_len) - 1
-            refusal = "context_length_exceeded" if most > longest or len(prompt) >= self.numbers.max_model_len else None
-            ticket = Ticket(request, expected, finish, refusal)
+            if most > longest or len(prompt) >= self.numbers.max_model_len:
+                refusals.add("context_length_exceeded")
+            ticket = Ticket(request, expected, finish, refusals)
             self.tickets.append(ticket)
             self.world.at(rng.random() * rng.choice((2.0, 15.0)), lambda t=ticket: self._submit(t))
             if rng.random() < 0.12:
@@ -212,7 +214,7 @@ class Scenario:
         return self.result
 
 
-def _numbers(rng: random.Random) -> Numbers:
+def _numbers(rng: random.Random, depth: int) -> Numbers:
     """Small pools: mostly with room for one of the longest requests and a little more, sometimes not even for it."""
     page_tokens = rng.choice((2, 4, 4))
     longest = rng.choice((24, 40))
@@ -224,6 +226,7 @@ def _numbers(rng: random.Random) -> Numbers:
         max_model_len=longest,
         prefix_cache=rng.random() < 0.85,
         headroom_tokens=rng.choice((0, 0, 2, 8)),
+        depth=depth,
     )
 
 

@@ -495,10 +495,11 @@ def test_plans_are_settled_in_turn() -> None:
     bench.core.submit(request(), "router", None)
     plan = bench.plan()
     assert plan is not None
-    with pytest.raises(AssertionError, match="not been settled"):
+    assert bench.core.schedule() is not None
+    with pytest.raises(AssertionError, match="under way already"):
         bench.core.schedule()
     bench.settle(plan)
-    with pytest.raises(ValueError, match="step 1 settled, but none is under way"):
+    with pytest.raises(ValueError, match="step 1 has ended, but the oldest under way is 2"):
         bench.settle(plan)
 
 

@@ -5,15 +5,18 @@ The loop of a worker feeds it what arrives, asks for a plan, has it executed, an
     core.submit(...), core.from_source(...), core.copies_done(...), ...      whatever has happened
     plan = core.schedule()                                                    also when idle: grants are decided here
     carry out core.take_effects()                                             offers leave before the chunk is computed
-    outcome = runner.execute(plan)                                            nothing to do when the plan is None
-    core.settle(plan, outcome)                                                or core.step_failed(plan, reason)
+    runner.launch(plan)                                                       nothing to do when the plan is None
+    core.settle(plan, runner.collect())                                       or core.step_failed(plan, reason)
     carry out core.take_effects()                                             tokens, copies of the chunk, commits
 
-Events may also come between `schedule` and `settle`; pages of a sequence that ends meanwhile stay held until its step
-is settled. A plan must be settled before the next is asked for.
+Events may come at any time. One more step may be scheduled before the last is settled, so that a device need not wait
+for the host: it goes on from where that one will end, with every sequence whose next token can be sampled without the
+host knowing the last. A sequence that turns out to have ended is computed once too often then: what that step brings
+for it is dropped, and until the last step that computes it is settled it keeps its pages and its row. Steps are
+settled in their order.
 
-A step that fails is blamed on nobody: each of its sequences is computed again in a step of its own. One that fails so
-gets engine_failure and is not tried elsewhere, where it would do the same.
+A step that fails is blamed on nobody (see `flights`): each of its sequences is computed again in a step of its own.
+One that fails so gets engine_failure and is not tried elsewhere, where it would do the same.
 
 Every request that `submit` takes ends with exactly one answer from its owner: a Tokens with `finish`, or Failed; an
 aborted one, and all of a lost router, with none. Handed over to a peer, the peer owns it (it says Adopted first). A
@@ -23,16 +26,16 @@ router that hears from a worker about a request or attempt it has given up sends
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 import numpy as np
 
 from slipstream import wire
 from slipstream.engine.effects import Effect, Outbox
+from slipstream.engine.flights import Flights, Work
 from slipstream.engine.incoming import Arrival, Incoming
 from slipstream.engine.observe import NoObserver, Observer
 from slipstream.engine.outgoing import Outgoing, Owner
-from slipstream.engine.plan import IntArray, StepOutcome, StepPlan
+from slipstream.engine.plan import StepOutcome, StepPlan
 from slipstream.engine.rows import RowTable
 from slipstream.engine.scheduler import Claim, Scheduler, Verdict
 from slipstream.engine.sequence import Phase, Sequence
@@ -44,16 +47,6 @@ from slipstream.kv.prefix import Changes, PrefixIndex, root_key
 from slipstream.types import FinishReason, Logprob, Request
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """The step that is being executed: its sequences in the order of the plan, and the tokens each computes."""
-
-    step: int
-    decodes: list[Sequence]
-    chunks: list[tuple[Sequence, int]]
-    again: bool  # one sequence of a step that has failed, by itself
 
 
 class EngineCore:
@@ -120,9 +113,7 @@ class EngineCore:
         )
         self._live: dict[str, Sequence] = {}  # by request id: those that may still need an answer from here
         self._ending: set[Sequence] = set()  # ended, but a step or a copy still uses their pages
-        self._step = 0
-        self._flight: _Flight | None = None
-        self._suspects: list[tuple[Sequence, int]] = []  # of a failed step, with their tokens in it; computed alone
+        self._flights = Flights(self._rows, self._scheduler, observer, lambda sequence: self._release(sequence))
         self._futile: tuple[int, int, bool] | None = None  # where admission found nothing more to do
 
     # --------------------------------------------------------------------------------------------------- from routers
@@ -206,43 +197,24 @@ class EngineCore:
     # -------------------------------------------------------------------------------------------------------- the step
 
     def schedule(self) -> StepPlan | None:
-        """The next step; None when there is nothing to compute now. Also decides which offers are granted."""
-        assert self._flight is None, "the previous step has not been settled"
-        suspect = self._next_suspect()
-        if suspect is not None:
-            return self._plan(*suspect, again=True)
-        decodes, decode_rows = self._scheduler.begin()
+        """The next step; also decides which offers are granted.
+
+        None when there is nothing to compute now; if a step is under way, ask again when it is settled.
+        """
+        flights = self._flights
+        if flights.careful:
+            if flights:
+                return None
+            suspect = flights.suspect()
+            if suspect is not None:
+                return flights.launch(suspect)
+        begun = self._scheduler.begin(busy=bool(flights))
+        if begun is None:
+            return None
+        decodes, rows = begun
         self._admit()
         chunks = self._scheduler.take_chunks()
-        return self._plan(decodes, decode_rows, chunks) if decodes or chunks else None
-
-    def _next_suspect(self) -> tuple[list[Sequence], IntArray, list[tuple[Sequence, int]]] | None:
-        """The next sequence of a failed step, alone; its row and pages are still those of that step."""
-        while self._suspects:
-            sequence, count = self._suspects.pop()
-            if sequence.phase is Phase.DECODE:
-                return [sequence], np.array([sequence.row]), []
-            if sequence.phase is Phase.PREFILL:
-                return [], np.zeros(0, dtype=np.int64), [(sequence, count)]
-        return None
-
-    def _plan(
-        self,
-        decodes: list[Sequence],
-        decode_rows: IntArray,
-        chunks: list[tuple[Sequence, int]],
-        *,
-        again: bool = False,
-    ) -> StepPlan:
-        self._step += 1
-        plan = self._rows.plan(self._step, decode_rows, chunks)
-        for sequence in decodes:
-            sequence.in_flight = True
-        for sequence, _ in chunks:
-            sequence.in_flight = True
-        self._flight = _Flight(self._step, decodes, chunks, again)
-        self._observer.planned(self._step, decodes, chunks)
-        return plan
+        return flights.launch(Work(decodes, rows, chunks)) if decodes or chunks else None
 
     def _admit(self) -> None:
         """Serves waiting sequences and offers, as far as pages, rows and tokens go."""
@@ -253,8 +225,11 @@ class EngineCore:
             return
         settled = scheduler.admit(scheduler.claims(incoming.deferred), self._attempt)
         if incoming.deferred and self._alone:
-            first = incoming.deferred[0]
-            scheduler.reclaim(lambda: incoming.try_grant(first) is not Verdict.NO_PAGES)
+            if self._flights:
+                settled = False  # pages of ended sequences come back with the step
+            else:
+                first = incoming.deferred[0]
+                scheduler.reclaim(lambda: incoming.try_grant(first) is not Verdict.NO_PAGES)
         incoming.defer_rest()
         self._futile = self._room() if settled else None
 
@@ -284,21 +259,22 @@ class EngineCore:
 
     def settle(self, plan: StepPlan, outcome: StepOutcome) -> None:
         """Takes the outcome of the plan: tokens go to the routers, full pages to their destinations."""
-        flight = self._land(plan)
         if outcome.step != plan.step:
             raise ValueError(f"outcome of step {outcome.step} given for step {plan.step}")
-        self._observer.settled(flight.step, flight.decodes, flight.chunks)
+        flight = self._flights.land(plan)
+        self._observer.settled(plan.step, flight.decodes, flight.chunks)
+        self._rows.settle(plan.rows[plan.sample], outcome.token_ids[plan.sample])
         tokens = outcome.token_ids.tolist()
         logprobs = outcome.logprobs
         unsound = set(np.flatnonzero(plan.sample & (outcome.token_ids < 0)).tolist())
         for i, sequence in enumerate(flight.decodes):
-            if self._back(sequence) and not (i in unsound and self._unsound(sequence)):
+            if self._flights.back(sequence) and not (i in unsound and self._unsound(sequence)):
                 sequence.computed += 1
                 if sequence.computed % self.page_tokens == 0:
                     self._scheduler.register(sequence)
                 self._next_token(sequence, tokens[i], logprobs[i])
         for i, (sequence, count) in enumerate(flight.chunks, len(flight.decodes)):
-            if self._back(sequence) and not (i in unsound and self._unsound(sequence)):
+            if self._flights.back(sequence) and not (i in unsound and self._unsound(sequence)):
                 if i in plan.prompt_logprobs:
                     self._keep_prompt_logprobs(sequence, outcome.prompt_logprobs[i])
                 sequence.computed += count
@@ -317,34 +293,12 @@ class EngineCore:
     def step_failed(self, plan: StepPlan, reason: str) -> None:
         """The plan could not be executed: its sequences are computed again one by one; one that was has failed.
 
-        The next plan repeats what this one said of rows that are still in use, so a runner takes a new row for one it
-        may know already, and a freed one that it does not know.
+        A step that was scheduled behind it is void: its outcome must not be settled. The next plan repeats what these
+        said of rows that are still in use, so a runner takes a new row for one it may know already, and a freed one
+        that it does not know.
         """
-        flight = self._land(plan)
-        self._rows.retell(plan)
-        self._observer.step_failed(flight.step, flight.decodes, flight.chunks)
-        tried = [*((s, 0) for s in flight.decodes), *flight.chunks]
-        there = [(sequence, count) for sequence, count in tried if self._back(sequence)]
-        if flight.again:
-            for sequence, _ in there:
-                self._fail(sequence, "engine_failure", reason, retriable=False)
-        else:
-            self._suspects += reversed(there)
-
-    def _land(self, plan: StepPlan) -> _Flight:
-        flight = self._flight
-        if flight is None or flight.step != plan.step:
-            raise ValueError(f"step {plan.step} settled, but {flight.step if flight else 'none'} is under way")
-        self._flight = None
-        return flight
-
-    def _back(self, sequence: Sequence) -> bool:
-        """The step is over for this sequence; False when it ended meanwhile."""
-        sequence.in_flight = False
-        if sequence.phase is Phase.ENDED:
-            self._release(sequence)
-            return False
-        return True
+        for sequence in self._flights.void(plan):
+            self._fail(sequence, "engine_failure", reason, retriable=False)
 
     def _keep_prompt_logprobs(self, sequence: Sequence, values: list[Logprob | None]) -> None:
         if sequence.prompt_logprobs is None:
@@ -356,7 +310,6 @@ class EngineCore:
         """All tokens are computed and the next is sampled: the sequence decodes here, or goes to its destination."""
         self._observer.sampled(sequence)
         if sequence.handoff is None:
-            self._scheduler.shift(sequence, Phase.DECODE)
             self._next_token(sequence, token, logprob)
             return
         self._scheduler.shift(sequence, Phase.HANDOFF)
@@ -378,8 +331,6 @@ class EngineCore:
         self._outbox.tokens(sequence.router, sequence.message(index, finish, logprob))
         if finish is not None:
             self._end(sequence, "finished")
-        elif sequence.row >= 0:
-            self._rows.add_token(sequence, token)
 
     # ------------------------------------------------------------------------------------------------------ the ends
 
@@ -444,13 +395,15 @@ class EngineCore:
     def _forget(self, sequence: Sequence) -> None:
         self._scheduler.leave(sequence)
         sequence.phase = Phase.ENDED
-        self._rows.release(sequence)
         self._live.pop(sequence.request.id, None)
         self._ending.add(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        """Drops the pages of an ended sequence if nothing uses them any more."""
-        if sequence.phase is Phase.ENDED and not sequence.in_flight and sequence.handoff is None:
+        """Takes row and pages of an ended sequence back, if nothing uses them any more."""
+        if sequence.phase is not Phase.ENDED or sequence.in_flight:
+            return
+        self._rows.release(sequence)
+        if sequence.handoff is None:
             self._account.drop(sequence.pages)
             sequence.pages = []
             self._ending.discard(sequence)

@@ -1,9 +1,12 @@
-"""The engine's loop: receive, schedule, compute, settle, deliver.
+"""The engine's loop: receive, schedule, launch, settle, deliver.
 
 It runs in a thread of its own and is the only one that touches the EngineCore. Everything that happens elsewhere (a
 request, a peer's message, a finished copy) is a function of the core put into `inbox`; everything that should happen
 elsewhere (messages, copies) is an effect that the core hands out, delivered after scheduling, so that an offer leaves
 before its first chunk computes, and again after the step.
+
+Where the runner allows it a step is launched before the one in front of it has been collected: the device goes on while
+the host settles that one, tells its tokens, and plans the next.
 
 A step that raises has harmed no pages but those of its sequences, so the core finds by trying them one by one which of
 them cannot be computed, and fails that one. Before that the loop asks the device for a step that no request has a part
@@ -16,10 +19,12 @@ worker would fail all requests for the sake of one message.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -72,6 +77,8 @@ class EngineLoop:
         self._on_failure = on_failure
         self.failed_events = 0
         self.failed_steps = 0
+        self._under_way: deque[tuple[StepPlan, float]] = deque()  # with the time of their launch
+        self._finished = 0.0
         self._thread = threading.Thread(target=self._run, name="slipstream-loop", daemon=True)
 
     def start(self) -> None:
@@ -82,7 +89,7 @@ class EngineLoop:
         self.inbox.put(event)
 
     def stop(self) -> None:
-        """Ends the loop after the step that is running; waits for it."""
+        """Ends the loop after the steps that are under way; waits for them."""
         self.inbox.put(None)
         if threading.current_thread() is not self._thread and self._thread.ident is not None:
             self._thread.join()
@@ -90,29 +97,46 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             plan = None
-            while self._receive(wait=plan is None):
+            while self._receive(wait=plan is None and not self._under_way):
                 plan = self.core.schedule()
                 self._deliver(self.core.take_effects())
                 if plan is not None:
-                    self._step(plan)
-                    self._deliver(self.core.take_effects())
+                    self._launch(plan)
+                if self._under_way and (plan is None or len(self._under_way) == self._runner.depth):
+                    self._finish()
+            while self._under_way:
+                self._finish()
         except Exception as error:
             logger.exception("the engine failed; this worker ends")
             self._on_failure(error)
 
-    def _step(self, plan: StepPlan) -> None:
-        started = time.perf_counter()
+    def _launch(self, plan: StepPlan) -> None:
+        self._under_way.append((plan, time.perf_counter()))
+        self._runner.launch(plan)
+
+    def _finish(self) -> None:
+        """Waits for the oldest step and settles it; the time of a step counts from the end of the one before."""
+        plan, launched = self._under_way.popleft()
         try:
-            self._runner.launch(plan)
             outcome = self._runner.collect()
         except Exception as error:
-            self.failed_steps += 1
-            logger.exception("step %d of %d sequences failed", plan.step, plan.sequences)
-            self._runner.execute(probe_plan(plan))
-            self.core.step_failed(plan, f"the step failed: {type(error).__name__}: {error}")
-            return
-        self.core.settle(plan, outcome)
-        self._on_step(plan, time.perf_counter() - started)
+            self._give_up(plan, error)
+        else:
+            self.core.settle(plan, outcome)
+            begun, self._finished = max(launched, self._finished), time.perf_counter()
+            self._on_step(plan, self._finished - begun)
+        self._deliver(self.core.take_effects())
+
+    def _give_up(self, plan: StepPlan, error: Exception) -> None:
+        """A step has failed, and with it those launched behind it. Raises when the device can compute nothing."""
+        self.failed_steps += 1
+        logger.error("step %d of %d sequences failed", plan.step, plan.sequences, exc_info=error)
+        for _ in range(len(self._under_way)):
+            with contextlib.suppress(Exception):
+                self._runner.collect()
+        self._under_way.clear()
+        self._runner.execute(probe_plan(plan))
+        self.core.step_failed(plan, f"the step failed: {type(error).__name__}: {error}")
 
     def _receive(self, *, wait: bool) -> bool:
         """Applies all events that are there, at least one if `wait`; False when the loop should end."""

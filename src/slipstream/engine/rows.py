@@ -3,13 +3,16 @@
 A sequence that computes has a row: a slot in the runner's sampling state and in the arrays here, which mirror what
 decoding needs of it (length, last token, block table). So the plan of a decode step is a few indexed reads, however
 many sequences there are; only chunks of prompts are laid out one by one.
+
+A plan may be made while the step before is being computed. So a row's length counts the tokens that are being sampled
+as well (`pending`), and its last token is FROM_DEVICE until the step that samples it has been settled.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from slipstream.engine.plan import BoolArray, IntArray, NewRow, StepPlan
+from slipstream.engine.plan import FROM_DEVICE, BoolArray, IntArray, NewRow, StepPlan
 from slipstream.engine.sequence import Sequence
 
 
@@ -17,9 +20,12 @@ class RowTable:
     """`rows` rows whose block tables are `max_pages` wide."""
 
     def __init__(self, rows: int, max_pages: int, page_tokens: int, eos_ids: tuple[int, ...]) -> None:
-        self.length: IntArray = np.zeros(rows, dtype=np.int64)  # tokens of the sequence, computed or not
-        self.last_token: IntArray = np.zeros(rows, dtype=np.int64)
+        self.length: IntArray = np.zeros(rows, dtype=np.int64)  # tokens of the sequence, pending ones included
+        self.last_token: IntArray = np.zeros(rows, dtype=np.int64)  # FROM_DEVICE while it is pending
+        self.pending: IntArray = np.zeros(rows, dtype=np.int64)  # tokens that steps under way will sample
         self.page_count: IntArray = np.zeros(rows, dtype=np.int64)
+        self._limit: IntArray = np.zeros(rows, dtype=np.int64)
+        self._ahead: BoolArray = np.zeros(rows, dtype=np.bool_)  # may be planned before its last token is known
         self._tables: IntArray = np.zeros((rows, max_pages), dtype=np.int64)
         self._page_tokens = page_tokens
         self._eos_ids = eos_ids
@@ -41,9 +47,17 @@ class RowTable:
         self._tables[row, : self.page_count[row]] = 0
         self._tables[row, : len(pages)] = pages
         self.page_count[row] = len(pages)
+        self._limit[row] = sequence.limit
+        self._ahead[row] = not sequence.needs_host
+        self._new[row] = self._holders[row] = sequence
+        self.rewind(sequence)
+
+    def rewind(self, sequence: Sequence) -> None:
+        """Nothing of the sequence is under way (any more): its tokens are those that are known."""
+        row = sequence.row
+        self.pending[row] = 0
         self.length[row] = len(sequence.tokens)
         self.last_token[row] = sequence.tokens[-1]
-        self._new[row] = self._holders[row] = sequence
 
     def release(self, sequence: Sequence) -> None:
         """Takes the row back; the runner hears of it with the next plan, if it has heard of the row at all."""
@@ -69,16 +83,24 @@ class RowTable:
         self._tables[row, self.page_count[row]] = page
         self.page_count[row] += 1
 
-    def add_token(self, sequence: Sequence, token: int) -> None:
-        self.length[sequence.row] += 1
-        self.last_token[sequence.row] = token
+    def settle(self, rows: IntArray, tokens: IntArray) -> None:
+        """The oldest step under way has sampled `tokens` for `rows`."""
+        self.pending[rows] -= 1
+        self.last_token[rows] = np.where(self.pending[rows] == 0, tokens, FROM_DEVICE)
 
-    def lacking_page(self, rows: IntArray) -> IntArray:
-        """Which of `rows` (as indices into it) have no page for their last token yet."""
-        return np.flatnonzero((self.length[rows] - 1) // self._page_tokens >= self.page_count[rows])
+    def ready(self, rows: IntArray) -> BoolArray:
+        """Which of `rows` can decode now: those whose tokens are known, and those that go on whatever they are."""
+        return (self.pending[rows] == 0) | (self._ahead[rows] & (self.length[rows] < self._limit[rows]))
+
+    def lacking_page(self, rows: IntArray) -> BoolArray:
+        """Which of `rows` have no page for their last token yet."""
+        return (self.length[rows] - 1) // self._page_tokens >= self.page_count[rows]
 
     def plan(self, step: int, decode_rows: IntArray, chunks: list[tuple[Sequence, int]]) -> StepPlan:
-        """Columns of a step: one token for each of `decode_rows`, then (sequence, number of tokens) of the chunks."""
+        """Columns of a step: one token for each of `decode_rows`, then (sequence, number of tokens) of the chunks.
+
+        From now on what the step samples is pending.
+        """
         new_rows = [self._new_row(sequence) for sequence in self._new.values()]
         freed, self._freed = self._freed, []
         self._new.clear()
@@ -88,8 +110,8 @@ class RowTable:
         counts = np.ones(len(rows), dtype=np.int64)
         sample: BoolArray = np.ones(len(rows), dtype=np.bool_)
         if chunks:
-            ends = [s.computed + n for s, n in chunks]
-            spans = [(s, s.computed, end) for (s, _), end in zip(chunks, ends, strict=True)]
+            ends = [s.planned + n for s, n in chunks]
+            spans = [(s, s.planned, end) for (s, _), end in zip(chunks, ends, strict=True)]
             tokens = _append(tokens, [token for s, begin, end in spans for token in s.tokens[begin:end]])
             positions = _append(positions, [p for _, begin, end in spans for p in range(begin, end)])
             rows = _append(rows, [s.row for s, _ in chunks])
@@ -99,7 +121,7 @@ class RowTable:
             sample = np.concatenate((sample, done))
         query_start = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum(counts, out=query_start[1:])
-        return StepPlan(
+        plan = StepPlan(
             step=step,
             token_ids=tokens,
             positions=positions,
@@ -112,6 +134,11 @@ class RowTable:
             freed_rows=freed,
             prompt_logprobs=_targets(chunks, len(decode_rows)),
         )
+        sampled = rows[sample]
+        self.length[sampled] += 1
+        self.pending[sampled] += 1
+        self.last_token[sampled] = FROM_DEVICE
+        return plan
 
     def _block_tables(self, rows: IntArray, contexts: IntArray, decodes: int) -> IntArray:
         used = -(-contexts // self._page_tokens)
@@ -143,7 +170,7 @@ def _targets(chunks: list[tuple[Sequence, int]], first: int) -> dict[int, IntArr
     for i, (sequence, count) in enumerate(chunks):
         if not sequence.wants_prompt_logprobs:
             continue
-        begin = sequence.computed + 1
+        begin = sequence.planned + 1
         following = sequence.tokens[begin : min(begin + count, sequence.prompt_tokens)]
         column = np.full(count, -1, dtype=np.int64)
         column[: len(following)] = following

@@ -1,5 +1,8 @@
 """Decides what the next step computes, and who gets pages.
 
+A step may be made while the one before is being computed: it goes on from where that one will end, with every sequence
+that goes on whatever token it gets. What is not safe then is left for when that step is settled.
+
 A step is made in this order: adopted sequences get free rows; decoding ones get a page where their next token needs
 one; every decoding sequence contributes one token; what is left of `chunk_tokens` goes to prompts that have begun, then
 to new ones. Where decoding alone fills the budget, prompts still get up to one page of tokens, so that they move.
@@ -136,12 +139,24 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------------- a step
 
-    def begin(self) -> tuple[list[Sequence], IntArray]:
-        """First half of a step: the sequences that decode, and their rows, which have pages for their next tokens."""
+    def begin(self, *, busy: bool) -> tuple[list[Sequence], IntArray] | None:
+        """First half of a step: the sequences that decode, and their rows, which have pages for their next tokens.
+
+        `busy` says that a step is under way. None: pages are short, and may have to be taken from what it computes;
+        ask again when it is settled.
+        """
         self._seat_landed()
-        paused = self._grow()
-        decodes = [s for s in self.decoding if s.row not in paused] if paused else list(self.decoding)
-        rows = np.asarray([s.row for s in decodes], dtype=np.int64) if paused else self._rows_of_decoding()
+        paused = self._grow(busy)
+        if paused is None:
+            return None
+        rows = self._rows_of_decoding()
+        able = self.rows.ready(rows)
+        if paused:
+            able &= ~np.isin(rows, list(paused))
+        if able.all():
+            decodes = list(self.decoding)
+        else:
+            decodes, rows = [self.decoding[i] for i in np.flatnonzero(able)], rows[able]
         prompts = bool(self.prefilling or self.waiting)
         floor = min(self._chunk_tokens, self._page_tokens)
         self._budget = max(self._chunk_tokens - len(rows), floor) if prompts else 0
@@ -158,9 +173,10 @@ class Scheduler:
         return chunks
 
     def _add_chunk(self, sequence: Sequence) -> None:
-        count = min(self._budget, len(sequence.tokens) - sequence.computed)
-        self._budget -= count
-        self._chunks.append((sequence, count))
+        count = min(self._budget, len(sequence.tokens) - sequence.planned)
+        if count:
+            self._budget -= count
+            self._chunks.append((sequence, count))
 
     def _seat_landed(self) -> None:
         while self.landed and self.rows.free:
@@ -170,15 +186,21 @@ class Scheduler:
             self.shift(sequence, Phase.DECODE)
             self._observer.seated(sequence)
 
-    def _grow(self) -> set[int]:
-        """Gives every decoding sequence the page of its next token; returns the rows of those that got none."""
+    def _grow(self, busy: bool) -> set[int] | None:
+        """Gives every sequence that can decode the page of its next token; returns the rows of those that got none.
+
+        None when pages are short while a step is under way.
+        """
         if not self.decoding:
             return set()
-        lacking = self.rows.lacking_page(self._rows_of_decoding())
+        rows = self._rows_of_decoding()
+        lacking = self.rows.lacking_page(rows) & self.rows.ready(rows)
         paused: set[int] = set()
-        for sequence in [self.decoding[i] for i in lacking]:
+        for sequence in [self.decoding[i] for i in np.flatnonzero(lacking)]:
             if sequence.phase is not Phase.DECODE:
                 continue  # preempted for an older one a moment ago
+            if busy and not self.account.available:
+                return None
             while not self.account.available and self._preempt_for(sequence):
                 pass
             if self.account.available:
@@ -289,7 +311,7 @@ class Scheduler:
             return Verdict.NO_PAGES
         self.account.hold(hits)
         sequence.pages = hits + self.account.take(new_pages)
-        sequence.computed = len(hits) * self._page_tokens
+        sequence.computed = sequence.planned = len(hits) * self._page_tokens
         sequence.registered = len(hits)
         if sequence.cached_tokens < 0:
             sequence.cached_tokens = sequence.computed

@@ -1,7 +1,8 @@
 """One sequence on one worker: its tokens, how far its KV reaches, which pages hold it.
 
 There is no prefill or decode mode: `computed` catches up with `tokens`, and when it has, the next token is sampled.
-A sequence waits (it holds nothing), computes its tokens in chunks (PREFILL), then token by token (DECODE). With a
+A sequence waits (it holds nothing), computes its tokens in chunks (PREFILL), then, from the plan of its last chunk on,
+token by token (DECODE). With a
 remote destination it stops after its first token and keeps its pages for the handoff (HANDOFF) until the destination
 has accepted. An adopted one begins as LANDED: KV and pages are there, it only waits for a row. Preemption takes its
 pages and sends it back to WAITING with all tokens so far; it then computes them again and goes on behind them.
@@ -28,8 +29,9 @@ class Phase(enum.Enum):
 class Sequence:
     """State of one attempt of one request.
 
-    `tokens` is the prompt and all outputs, those of earlier attempts included; KV of the first `computed` tokens lies
-    in `pages`. `limit` is the number of tokens at which generation ends (max_tokens or max_model_len). `key` orders
+    `tokens` is the prompt and all known outputs, those of earlier attempts included; KV of the first `computed` tokens
+    lies in `pages`, and that of the first `planned` will when the steps under way are settled (while it computes in
+    chunks). `limit` is the number of tokens at which generation ends (max_tokens or max_model_len). `key` orders
     sequences by priority (lower first), then arrival; the last in this order is the youngest. `row` is the sampling
     row, -1 without one. `destination` is the peer to hand over to, None for a local one.
     """
@@ -48,6 +50,7 @@ class Sequence:
         "pages",
         "passed_over",
         "phase",
+        "planned",
         "prompt_logprobs",
         "prompt_tokens",
         "registered",
@@ -84,12 +87,13 @@ class Sequence:
         self.stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_ids))
         self.phase = Phase.WAITING
         self.computed = 0
+        self.planned = 0
         self.pages: list[int] = []
         self.keys: list[bytes] = []
         self.registered = 0  # pages offered to the prefix index, from the first on
         self.row = -1
         self.handoff: SourceHandoff | None = None
-        self.in_flight = False  # in the plan that is being executed
+        self.in_flight = 0  # steps under way that compute it
         self.spoke = False  # a Tokens message of this attempt has gone out
         self.cached_tokens = -1  # prefix hit of the first admission; -1 before it
         self.prompt_logprobs: list[Logprob | None] | None = None
@@ -107,6 +111,13 @@ class Sequence:
     @property
     def wants_prompt_logprobs(self) -> bool:
         return self.request.sampling.prompt_logprobs is not None and not self.spoke
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether its next token cannot be sampled before the host knows the last."""
+        sampling = self.request.sampling
+        special = sampling.penalized or bool(sampling.logit_bias) or sampling.logprobs is not None
+        return special or sampling.min_tokens > 0
 
     @property
     def copying(self) -> bool:
@@ -143,7 +154,7 @@ class Sequence:
     def reset(self) -> None:
         """Back to nothing computed; the caller has dropped the pages."""
         self.pages = []
-        self.computed = 0
+        self.computed = self.planned = 0
         self.registered = 0
         self.prompt_logprobs = None
         self.phase = Phase.WAITING

@@ -32,8 +32,8 @@ class Runner:
     """The model of one rank over its KV pool.
 
     `memory` is the pool as a byte tensor on the model's device, pages first; `threads` is the number of compute threads
-    on a CPU (0 leaves torch's setting). The pool belongs to whoever allocated it and must outlive the runner. `depth` is
-    how many steps may be launched before the first of them is collected.
+    on a CPU (0 leaves torch's setting). The pool belongs to whoever allocated it and must outlive the runner. At most
+    `depth` steps may be launched before the first of them is collected.
     """
 
     depth = 1
