@@ -2,11 +2,11 @@
 
     python scripts/gpu_transfer.py [STEP ...] [--out FOLDER] [--budget SECONDS]
 
-Steps: tests, kernel (programs, tile and warps of the copy kernel), interference (what transfers cost a loop that is
-bound by memory and one of matrix products, on either GPU), staging (to and from pinned memory), table (bench transfer
-of slipstream's engines), flight (64 small batches under way), peers (the table beside nixl and mooncake). Without a
-step: all. Results are printed as they come and written to FOLDER. Needs torch, triton, cuda-bindings; two GPUs for most
-of it.
+Steps: tests, kernel (shapes and programs of the copy kernel), interference (what transfers cost a loop that is bound by
+memory and one of matrix products, on either GPU), staging (to and from pinned memory), table (bench transfer of
+slipstream's engines), flight (64 small batches under way), handoff (the whole stack), write (layer-wise write-through,
+`gpu_write_through.py`), peers (the table beside nixl and mooncake). Without a step: all. Results are printed as they
+come and written to FOLDER. Needs torch, triton, cuda-bindings; two GPUs for most of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,20 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
-STEPS = ("tests", "kernel", "interference", "staging", "table", "flight", "peers")
+STEPS = ("tests", "kernel", "interference", "staging", "table", "flight", "handoff", "write", "peers")
+PEERS = "raw,cuda_ipc,shm,tcp,nixl-best,nixl-sgl,mooncake,transport-nixl,transport-mooncake"
+KERNEL_BYTES = GIB // 2
+BULK_SHAPES = (  # warps, stages, bytes a stage, stages ahead
+    (4, 4, 4096, 3),
+    (4, 4, 4096, 2),
+    (4, 8, 4096, 6),
+    (4, 8, 4096, 4),
+    (8, 4, 4096, 3),
+    (2, 8, 4096, 6),
+    (4, 8, 2048, 6),
+    (1, 8, 8192, 6),
+    (2, 6, 16384, 5),
+)
 
 
 def main() -> int:
@@ -37,6 +50,7 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=500.0, help="seconds; later steps are left out or cut short")
     parser.add_argument("--sizes", default="1K,4K,8K,32K,128K,512K,1M,2M", help="page sizes of the peers step")
     parser.add_argument("--engines", default="", help="engines of the peers step")
+    parser.add_argument("--handoff", default="", help="options of the handoff step, in one string")
     parser.add_argument("--here", action="store_true", help="run one measuring step in this process")
     arguments = parser.parse_args()
     unknown = set(arguments.steps) - set(STEPS)
@@ -80,9 +94,14 @@ def run_step(step: str, arguments: argparse.Namespace, left: float) -> int:
             *("--engines", "cuda_ipc", "--batch", "16M", "--depth", "64"),
             *("--sizes", "8K,32K,128K,2M", "--case-seconds", "0.15"),
         ],
+        "handoff": [
+            *(sys.executable, "-m", "slipstream.bench.handoff", "--logs", str(arguments.out)),
+            *("--json", str(arguments.out / "handoff.json"), *arguments.handoff.split()),
+        ],
+        "write": [sys.executable, "scripts/gpu_write_through.py", "--out", str(arguments.out / "write.jsonl")],
         "peers": [
             *bench,
-            *("--engines", arguments.engines or "raw,cuda_ipc,nixl-best,nixl-sgl,mooncake"),
+            *("--limit", "60", "--engines", arguments.engines or PEERS),
             *("--sizes", arguments.sizes, "--case-seconds", "0.15"),
         ],
     }
@@ -126,6 +145,14 @@ class Pools:
             raise SystemExit(reason)
         self.size = size
 
+    def view(self, side: int) -> Any:
+        """The bytes of a pool as a tensor, filled with noise."""
+        device = f"cuda:{self.devices[side].index}"
+        self.torch.cuda.set_device(device)
+        whole = self.torch.as_tensor(self.memories[side], device=device)[: self.size]
+        whole.view(self.torch.int64).random_()
+        return whole
+
     def runs(self, page: int, total: int = GIB) -> Any:
         from slipstream.transfer.transports.base import Runs
 
@@ -134,49 +161,60 @@ class Pools:
 
 
 def kernel(folder: str) -> None:
-    """GB/s of the kernel alone by its settings: lists ready on the GPU, time between events around the launches."""
+    """GB/s of the kernels alone by their shape: lists ready on the GPU, time between events around the launches."""
+    from slipstream.transfer.cuda.bulk import BulkShape
     from slipstream.transfer.cuda.copier import kernel_lists
-    from slipstream.transfer.cuda.launcher import CopySettings, Launch, TritonLauncher
+    from slipstream.transfer.cuda.launcher import CopySettings, KernelLauncher, Launch
     from slipstream.transfer.cuda.plan import survey
 
     pools, results = Pools(), Results(folder, "kernel")
-    torch, launcher = pools.torch, TritonLauncher(0)
+    torch, launcher = pools.torch, KernelLauncher(pools.devices[0])
     here, there = pools.memories[0].address, pools.memories[1].address
+    views = [pools.view(side) for side in (0, 1)]
     torch.cuda.set_device(0)
-    launches: dict[str, list[Launch]] = {}
+    cases: dict[str, tuple[int, Any, list[Launch]]] = {}
     lists = []
-    for page in (1024, 8192, 32768, 131072):
-        runs = pools.runs(page)
+    for page in (1024, 8192, 131072):
+        runs = pools.runs(page, KERNEL_BYTES)
         for name, ends in (("push", (here, there)), ("pull", (there, here))):
+            launches = []
             for part in kernel_lists(*ends, runs, survey(runs, pools.size, pools.size)):
                 room = np.empty(part.bytes, np.uint8)
                 part.write(room)
                 lists.append(torch.as_tensor(room, device="cuda:0"))
-                launch = Launch(*ends, lists[-1].data_ptr(), len(part.runs.length), part.length, part.shift)
-                launches.setdefault(f"{name} {page}", []).append(launch)
-    counts = (4, 8, 16, 32, 64, 132)
-    shapes = ((32, 8), (16, 4), (16, 8), (32, 16), (64, 8), (64, 16), (128, 16), (128, 32))
+                shape = len(part.runs.length), part.length, part.longest
+                launches.append(Launch(*ends, lists[-1].data_ptr(), *shape))
+            cases[f"{name} {page}"] = page, runs, launches
+    counts = (2, 4, 8, 16, 32, 64, 132)
+    shapes = [None] + [BulkShape(*shape) for shape in BULK_SHAPES]
     stream = torch.cuda.Stream(0)
-    for tile, warps in shapes:
-        rates = {}
-        for case, batch in launches.items():
-            settings = [CopySettings(count, tile << 10, warps) for count in counts]
+    for shape in shapes:
+        rates: dict[str, Any] = {}
+        for case, (page, runs, batch) in cases.items():
+            giver, taker = views if case.startswith("push") else views[::-1]
+            taker.fill_(0)
+            torch.cuda.synchronize(taker.device)
+            settings = [CopySettings(programs=count, bulk=shape) for count in counts]
             rates[case] = [round(_kernel_rate(torch, launcher, batch, one, stream), 1) for one in settings]
-        results.add(tile_kib=tile, warps=warps, programs=list(counts), **rates)
+            sent = giver.view(-1, page)[torch.as_tensor(runs.source // page, device=giver.device)]
+            came = taker.view(-1, page)[torch.as_tensor(runs.destination // page, device=taker.device)]
+            if not torch.equal(sent.to(taker.device), came):
+                rates[case] = "WRONG CONTENTS"
+        results.add(bulk=list(shape) if shape else None, programs=list(counts), **rates)
 
 
 def _kernel_rate(torch: Any, launcher: Any, launches: list[Any], settings: Any, stream: Any) -> float:
     best = 0.0
-    for _ in range(4):
+    for _ in range(3):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(2_000_000)  # about a millisecond, in which all launches are queued
+            torch.cuda._sleep(1_000_000)  # about half a millisecond, in which all launches are queued
             start.record()
             for launch in launches:
                 launcher(launch, stream.cuda_stream, settings)
             end.record()
         end.synchronize()
-        best = max(best, GIB / start.elapsed_time(end) / 1e6)
+        best = max(best, KERNEL_BYTES / start.elapsed_time(end) / 1e6)
     return best
 
 
@@ -199,15 +237,20 @@ def interference(folder: str) -> None:
         vector = torch.randn(4096, device=device, dtype=torch.bfloat16)
         square = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
         loops[side, "memory"] = _graph(torch, device, lambda w=weights, v=vector: w @ v, 20)
-        loops[side, "matmul"] = _graph(torch, device, lambda s=square: s @ s, 20)
+        loops[side, "matmul"] = _graph(torch, device, lambda s=square: s @ s, 7)
     first = {" ".join(name): round(1e3 * statistics.median(run() for _ in range(5)), 3) for name, run in loops.items()}
     results.add(alone_ms=first)
-    plans = [
-        ("kernel", CopySettings(programs=p, streams=1), kernel_only, 32 << 10) for p in (4, 8, 16, 24, 32, 64, 132)
+    quiet = {"streams": 1, "urgent": False}
+    plans: list[tuple[str, Any, Any, int, tuple[str, ...]]] = [
+        (f"kernel, {count} programs", CopySettings(programs=count, streams=1), kernel_only, 32 << 10, ("push", "pull"))
+        for count in (2, 4, 8, 16, 32, 64)
     ]
-    plans.append(("engine", CopySettings(streams=1), engine_only, 64 << 20))
-    for way, settings, costs, page in plans:
-        for direction in ("push", "pull"):
+    plans.append(("kernel, 1 program", CopySettings(programs=1, streams=1), kernel_only, 32 << 10, ("push",)))
+    plans.append(("kernel, 16, not urgent", CopySettings(programs=16, **quiet), kernel_only, 32 << 10, ("push",)))  # type: ignore[arg-type]
+    plans.append(("triton, 16, not urgent", CopySettings(16, None, **quiet), kernel_only, 32 << 10, ("push",)))  # type: ignore[arg-type]
+    plans.append(("copy engine", CopySettings(streams=1), engine_only, 64 << 20, ("push", "pull")))
+    for way, settings, costs, page, directions in plans:
+        for direction in directions:
             rates, slower = {}, {}
             for name, run in loops.items():
                 alone = statistics.median(run() for _ in range(3))  # anew each time: clocks wander
@@ -217,8 +260,7 @@ def interference(folder: str) -> None:
                     seconds = statistics.median(run() for _ in range(5))
                     rates[" ".join(name)] = round(pusher.moved / (time.perf_counter() - began) / 1e9, 1)
                 slower[" ".join(name)] = round(100 * (seconds / alone - 1), 2)
-            programs = settings.programs if way == "kernel" else 0
-            results.add(way=way, programs=programs, direction=direction, slower_percent=slower, gbps=rates)
+            results.add(way=way, direction=direction, slower_percent=slower, gbps=rates)
 
 
 def _graph(torch: Any, device: str, step: Callable[[], Any], count: int) -> Callable[[], float]:
@@ -238,11 +280,10 @@ def _graph(torch: Any, device: str, step: Callable[[], Any], count: int) -> Call
         with torch.cuda.device(device), torch.cuda.stream(stream):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            for _ in range(3):
-                graph.replay()
+            graph.replay()
             end.record()
             end.synchronize()
-        return start.elapsed_time(end) / 3e3
+        return start.elapsed_time(end) / 1e3
 
     return run
 
@@ -256,7 +297,7 @@ class _Pusher:
 
         here, there = pools.memories[0].address, pools.memories[1].address
         ends = (here, there) if direction == "push" else (there, here)
-        runs = pools.runs(page, 256 << 20)
+        runs = pools.runs(page, 64 << 20)
         seen = survey(runs, pools.size, pools.size)
         self.moved = 0
         self._stop = False

@@ -1,4 +1,4 @@
-"""The kernel of bulk copies without a GPU: its source compiled for the host, and what its launcher makes of a launch."""
+"""The kernel of bulk copies without a GPU: compiled for the host, and what its launcher makes of a launch."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Endpoint:
         moved = size * (1 + len(taken)) + page * len(latency)
         if self._depth > 1:
             self._many(batch, self._depth, 0.0)  # what is made once, for so many, is made now
-            count, spent = self._many(batch, 3 * self._depth, seconds)
+            count, spent = self._many(batch, 8 * self._depth, seconds)
             many = size * count / spent / 1e9
             moved += size * (count + self._depth)
         return {

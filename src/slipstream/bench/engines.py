@@ -114,7 +114,7 @@ class SlipstreamEngine:
     def plan(self, direction: Direction, page: int, mine: Pages, theirs: Pages) -> Any:
         source, destination = (mine, theirs) if direction == "push" else (theirs, mine)
         verb = self._transport.write if direction == "push" else self._transport.read
-        return verb, Runs(source * page, destination * page, np.full(len(source), page, np.int64))
+        return verb, Runs(source * page, destination * page, np.broadcast_to(np.int64(page), (len(source),)))
 
     def start(self, batch: Any) -> None:
         verb, runs = batch
@@ -339,11 +339,16 @@ def _import_first(*names: str) -> Any:
 
 
 class EngineKind(msgspec.Struct, frozen=True):
-    """How an engine is chosen: its driver, the environment of its processes, the memory that it is meant for."""
+    """How an engine is chosen: its driver, the environment of its processes, the memory that it is meant for, and the
+    transport of slipstream that it drives where that has another name."""
 
     driver: str
     memory: tuple[str, ...]
     environment: dict[str, str] = {}
+    transport: str = ""
+
+
+_NIXL_GPU = {"NIXL_UCX_SGL_ENABLE": "0", "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
 
 
 ENGINES: dict[str, EngineKind] = {
@@ -355,22 +360,21 @@ ENGINES: dict[str, EngineKind] = {
     "nixl-best": EngineKind(
         "nixl",
         ("cuda",),
-        {
-            "NIXL_UCX_SGL_ENABLE": "0",
-            "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
-            "SLIPSTREAM_BENCH_NIXL_THREADS": "4",
-        },
+        {**_NIXL_GPU, "SLIPSTREAM_BENCH_NIXL_THREADS": "4"},
     ),
     "nixl-sgl": EngineKind("nixl", ("cuda",), {"NIXL_UCX_SGL_ENABLE": "1", "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}),
     "nixl-tcp": EngineKind("nixl", ("cpu",), {"NIXL_UCX_SGL_ENABLE": "0", "UCX_TLS": "tcp,self"}),
     "mooncake": EngineKind("mooncake", ("cuda",), {"MC_INTRANODE_NVLINK": "1"}),
     "mooncake-tcp": EngineKind("mooncake", ("cpu", "cuda"), {"MC_FORCE_TCP": "1"}),
+    "transport-nixl": EngineKind("slipstream", ("cpu", "cuda"), _NIXL_GPU, "nixl"),
+    "transport-mooncake": EngineKind("slipstream", ("cuda",), {"MC_INTRANODE_NVLINK": "1"}, "mooncake"),
 }
-"""What can be measured. The environments are what each package needs to take its fastest path on one machine."""
+"""What can be measured. The environments are what each package needs to take its fastest path on one machine. Names
+that begin with `transport-` are the packages behind slipstream's transports of these names, not called directly."""
 
 
 def make_engine(name: str, pool: BenchPool, config: TransferConfig) -> Any:
     driver = ENGINES[name].driver
     if driver == "slipstream":
-        return SlipstreamEngine(name, pool, config)
+        return SlipstreamEngine(ENGINES[name].transport or name, pool, config)
     return {"raw": RawCopy, "nixl": NixlEngine, "mooncake": MooncakeEngine}[driver](pool, config)

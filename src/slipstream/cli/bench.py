@@ -15,6 +15,10 @@ BENCHES = {
         "slipstream.bench.serve.command",
         "Latency, throughput and goodput of a server that speaks the OpenAI API, under load.",
     ),
+    "handoff": (
+        "slipstream.bench.handoff",
+        "Handoffs through the whole stack of two workers: offer, grant, copies, commit.",
+    ),
     "transfer": (
         "slipstream.bench.transfer",
         "How fast pages move between two processes: every transport, page size, direction.",

@@ -37,6 +37,9 @@ class BulkShape(NamedTuple):
         return self.warps * self.stages * self.stage_bytes
 
 
+DEFAULT_SHAPE = BulkShape()
+
+
 class Pieces(NamedTuple):
     """How runs are cut: into `parts` of `part_bytes` at most each, `group` of which fill a stage."""
 

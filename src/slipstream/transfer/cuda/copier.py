@@ -293,8 +293,8 @@ def _rows(runs: Runs, rows: NDArray[np.int64] | slice | None) -> Runs:
 
 
 class KernelList(NamedTuple):
-    """What one launch moves. `length` is that of all runs, or 0 when they differ; `longest` is the length of the longest
-    when all addresses and lengths are multiples of WORD, else 0."""
+    """What one launch moves. `length` is that of all runs, or 0 when they differ; `longest` is the length of the
+    longest when all addresses and lengths are multiples of WORD, else 0."""
 
     runs: Runs
     length: int

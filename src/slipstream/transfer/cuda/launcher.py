@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from slipstream.errors import MissingExtra
-from slipstream.transfer.cuda.bulk import BulkKernel, BulkShape, Unavailable
+from slipstream.transfer.cuda.bulk import DEFAULT_SHAPE, BulkKernel, BulkShape, Unavailable
 from slipstream.transfer.cuda.plan import WORD
 from slipstream.transfer.cuda.runtime import Device
 
@@ -33,7 +33,7 @@ class CopySettings:
     """
 
     programs: int = 64
-    bulk: BulkShape | None = BulkShape()
+    bulk: BulkShape | None = DEFAULT_SHAPE
     tile_bytes: int = 64 << 10
     warps: int = 16
     streams: int = 2

@@ -1,0 +1,208 @@
+"""A worker without a model, for measuring handoffs: `python -m slipstream.bench.handoff_worker OPTIONS`.
+
+Everything but the computation is the worker that serves: its ports, links, engine loop, transfer agent and KV pool. A
+step takes `compute_ms` when it holds a prompt and no time else; every token is the same. Lines of JSON on stdin ask:
+"shuffle" (from now on pages are taken in random order, as after hours of serving), "events" (what happened since it
+was last asked: name, transfer or step, seconds of the machine's monotonic clock), "end".
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import random
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from slipstream.config import EngineConfig, TransferConfig, WorkerConfig
+from slipstream.engine import worker as worker_module
+from slipstream.engine.core import EngineCore
+from slipstream.engine.effects import CopyPages, Effect, ToPeer
+from slipstream.engine.plan import StepOutcome, StepPlan
+from slipstream.engine.worker import Worker
+from slipstream.kv.layout import KVLayout
+from slipstream.kv.pool import HostPool
+from slipstream.transfer.job import CopyJob
+
+TOKEN = 7
+
+
+class HandoffOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What both workers are: `tokens` in the pool, where it lies, and how long a prompt computes."""
+
+    role: str = "both"
+    memory: str = "cpu"
+    tokens: int = 8192
+    page_tokens: int = 16
+    layers: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    chunk_tokens: int = 16384
+    max_sequences: int = 128
+    compute_ms: float = 0.0
+    transfer: TransferConfig = TransferConfig()
+
+    @property
+    def layout(self) -> KVLayout:
+        return KVLayout(
+            page_tokens=self.page_tokens,
+            layers=self.layers,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            dtype="bfloat16",
+            total_kv_heads=self.kv_heads,
+            model="bench",
+        )
+
+
+class Diary:
+    """What happened when. Any thread writes."""
+
+    def __init__(self) -> None:
+        self._events: queue.SimpleQueue[tuple[str, int, float]] = queue.SimpleQueue()
+
+    def note(self, name: str, number: int) -> None:
+        self._events.put((name, number, time.monotonic()))
+
+    def take(self) -> list[tuple[str, int, float]]:
+        found = []
+        while not self._events.empty():
+            found.append(self._events.get())
+        return found
+
+
+class NullRunner:
+    """Computes nothing; see `engine.loop.Runner`."""
+
+    depth = 1
+
+    def __init__(self, diary: Diary, compute_s: float) -> None:
+        self._diary, self._compute_s = diary, compute_s
+        self._plan: StepPlan | None = None
+
+    def launch(self, plan: StepPlan) -> None:
+        assert self._plan is None
+        self._plan = plan
+        for length in plan.context_lens.tolist():
+            self._diary.note("computing", length)
+
+    def collect(self) -> StepOutcome:
+        plan, self._plan = self._plan, None
+        assert plan is not None
+        if len(plan.token_ids) > plan.sequences and self._compute_s:
+            time.sleep(self._compute_s)
+        for length in plan.context_lens.tolist():
+            self._diary.note("computed", length)
+        tokens = np.where(plan.sample, TOKEN, -1).astype(np.int64)
+        return StepOutcome(plan.step, tokens, [None] * plan.sequences)
+
+    def execute(self, plan: StepPlan) -> StepOutcome:
+        self.launch(plan)
+        return self.collect()
+
+
+@dataclass
+class NoModel:
+    """What a worker asks of an opened model."""
+
+    options: HandoffOptions
+    diary: Diary
+    served_name: str = "bench"
+
+    @property
+    def config(self) -> Any:
+        return SimpleNamespace(eos_ids=(), vocab=1 << 30)
+
+    @property
+    def layout(self) -> KVLayout:
+        return self.options.layout
+
+    @property
+    def device_name(self) -> str:
+        return self.options.memory
+
+    def allocate_pool(self, probe_bytes: int) -> Any:
+        pages = self.layout.pages_for(self.options.tokens) + 1
+        if self.options.memory == "cpu":
+            return HostPool.allocate(self.layout, pages, probe_bytes)
+        from slipstream.transfer.cuda.memory import DeviceMemory
+
+        return DeviceMemory.allocate(self.layout, pages, probe_bytes, self.options.memory)
+
+    def max_model_len(self, pages: int) -> int:
+        return (pages - 1) * self.layout.page_tokens
+
+    def runner(self, pool: Any, max_sequences: int) -> NullRunner:
+        return NullRunner(self.diary, self.options.compute_ms / 1e3)
+
+
+class HandoffWorker(Worker):
+    """Notes what passes between its threads."""
+
+    def __init__(self, options: HandoffOptions, diary: Diary) -> None:
+        engine = EngineConfig(
+            model="bench",
+            page_tokens=options.page_tokens,
+            chunk_tokens=options.chunk_tokens,
+            max_sequences=options.max_sequences,
+            prefix_cache=False,
+        )
+        super().__init__(engine, WorkerConfig(role=options.role), options.transfer)  # type: ignore[arg-type]
+        self._diary = diary
+
+    def _deliver(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, CopyPages):
+                self._diary.note("copies", effect.xfer)
+            elif isinstance(effect, ToPeer):
+                self._diary.note(type(effect.message).__name__.lower(), getattr(effect.message, "xfer", -1))
+        super()._deliver(effects)
+
+    def _copied(self, job: CopyJob, error: str | None) -> None:
+        self._diary.note("failed" if error else "copied", job.xfer)
+        super()._copied(job, error)
+
+    def shuffle(self) -> None:
+        """Has the engine take its free pages in random order from now on."""
+        done = threading.Event()
+
+        def mix(core: EngineCore) -> None:
+            random.Random(1).shuffle(core._account._free)  # the bench alone wants a pool as after hours of serving
+            done.set()
+
+        assert self._loop is not None
+        self._loop.post(mix)
+        done.wait(10)
+
+
+def main() -> None:
+    options = msgspec.json.decode(sys.argv[1], type=HandoffOptions)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    diary = Diary()
+    worker_module.open_model = lambda *arguments, **named: NoModel(options, diary)  # type: ignore[assignment]
+    worker = HandoffWorker(options, diary)
+    worker.start()
+    print(json.dumps({"wire": worker.info.wire}), flush=True)
+    for line in sys.stdin:
+        verb = json.loads(line)
+        answer: Any = {}
+        if verb == "shuffle":
+            worker.shuffle()
+        elif verb == "events":
+            answer = diary.take()
+        elif verb == "end":
+            break
+        print(json.dumps(answer), flush=True)
+    worker.stop()
+
+
+if __name__ == "__main__":
+    main()
