@@ -22,16 +22,21 @@ PATIENCE_S = 20.0
 
 
 class PoisonedRunner:
-    """Answers 100 to everything; raises for steps that hold a token of `poison`, and for all when `broken`."""
+    """Answers 100 to everything; raises for steps that hold a token of `poison`, and for all when `broken`.
 
-    def __init__(self, poison: set[int]) -> None:
+    `most` is how many steps were under way at once.
+    """
+
+    def __init__(self, poison: set[int], depth: int) -> None:
         self.poison = poison
         self.broken = False
-        self.depth = 1
+        self.depth = depth
+        self.most = 0
         self._launched: deque[StepPlan] = deque()
 
     def launch(self, plan: StepPlan) -> None:
         self._launched.append(plan)
+        self.most = max(self.most, len(self._launched))
 
     def collect(self) -> StepOutcome:
         plan = self._launched.popleft()
@@ -47,11 +52,11 @@ class PoisonedRunner:
 class Work:
     """A running loop; `ended` gets (request, code) of each that has ended, `failures` what ended the loop."""
 
-    def __init__(self, *poison: int) -> None:
+    def __init__(self, *poison: int, depth: int = 1) -> None:
         numbers = EngineConfig(page_tokens=4, chunk_tokens=64, max_sequences=16, max_model_len=64)
         self.ended: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self.failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
-        self.runner = PoisonedRunner(set(poison))
+        self.runner = PoisonedRunner(set(poison), depth)
         self.loop = EngineLoop(
             EngineCore(LAYOUT, 65, numbers, (EOS,)),
             self.runner,
@@ -82,8 +87,9 @@ def _submission(one: Request) -> Callable[[EngineCore], None]:
     return lambda core: core.submit(one, "router")
 
 
-def test_requests_that_cannot_be_computed_end_neither_the_others_nor_the_worker() -> None:
-    work = Work(13, 23, 33, 43, 53)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_requests_that_cannot_be_computed_end_neither_the_others_nor_the_worker(depth: int) -> None:
+    work = Work(13, 23, 33, 43, 53, depth=depth)
     bad = [request(f"bad{start}", 4, start=start) for start in (10, 20, 30, 40, 50)]
     good = [request(f"good{start}", 4, start=start) for start in (60, 70, 80)]
     work.submit(*bad, *good)
@@ -98,8 +104,9 @@ def test_requests_that_cannot_be_computed_end_neither_the_others_nor_the_worker(
     assert work.loop.core.audit().settled
 
 
-def test_a_device_that_can_compute_nothing_ends_the_loop_and_blames_no_request() -> None:
-    work = Work()
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_device_that_can_compute_nothing_ends_the_loop_and_blames_no_request(depth: int) -> None:
+    work = Work(depth=depth)
     work.runner.broken = True
     work.submit(request("a", 4), request("b", 4, start=50))
     work.loop.start()
@@ -122,3 +129,24 @@ def test_an_event_that_raises_is_logged_and_left_out(caplog: pytest.LogCaptureFi
     assert work.loop.failed_events == 1
     assert "int too large" in caplog.text
     assert work.failures.empty()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_as_many_steps_are_under_way_as_the_runner_takes(depth: int) -> None:
+    work = Work(depth=depth)
+    work.submit(request("a", 4, max_tokens=20), request("b", 4, start=50, max_tokens=30))
+    work.loop.start()
+    assert work.ends(2) == {"a": "length", "b": "length"}
+    work.loop.stop()
+    assert work.runner.most == depth
+    assert work.loop.core.audit().settled
+
+
+def test_steps_under_way_are_settled_when_the_loop_stops() -> None:
+    work = Work(depth=2)
+    work.submit(request("a", 4, max_tokens=40))
+    work.loop.post(lambda core: work.loop.inbox.put(None))
+    work.loop.start()
+    work.loop.stop()
+    assert work.failures.empty()
+    assert not work.loop.core._flights
