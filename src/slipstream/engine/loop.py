@@ -96,12 +96,13 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
-            plan = None
-            while self._receive(wait=plan is None and not self._under_way):
+            idle = True
+            while self._receive(wait=idle):
                 plan = self.core.schedule()
                 self._deliver(self.core.take_effects())
                 if plan is not None:
                     self._launch(plan)
+                idle = not self._under_way
                 if self._under_way and (plan is None or len(self._under_way) == self._runner.depth):
                     self._finish()
             while self._under_way:
