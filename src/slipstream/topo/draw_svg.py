@@ -67,8 +67,9 @@ class _Drawing:
         groups = linked(self.machine, self.plan)
         bars = _bar_lanes(groups, [gpu.name for gpu in self.machine.gpus])
         frames = self._frames()
-        width = max(sum(frame.width for frame in frames) + GAP * max(len(frames) - 1, 0), 400.0) + 2 * MARGIN
-        y = MARGIN
+        margin, least = (MARGIN, 400.0) if self.overlay is None else (4.0, 240.0)
+        width = max(sum(frame.width for frame in frames) + GAP * max(len(frames) - 1, 0), least) + 2 * margin
+        y = margin
         if self.overlay is None:
             self._heading(y)
             y += 56
@@ -77,7 +78,7 @@ class _Drawing:
         bars_top = y
         y += BAR_STEP * (max(bars.values()) + 1) + DROP - 8 if bars else 0.0
         height = max((self._frame_height(frame) for frame in frames), default=40.0)
-        x = MARGIN + max(0.0, (width - 2 * MARGIN - sum(f.width for f in frames) - GAP * (len(frames) - 1)) / 2)
+        x = margin + max(0.0, (width - 2 * margin - sum(f.width for f in frames) - GAP * (len(frames) - 1)) / 2)
         for frame in frames:
             self._frame(frame, x, y, height)
             x += frame.width + GAP
@@ -85,7 +86,7 @@ class _Drawing:
             self._bar(group, bars_top + BAR_STEP * bars[group.gpus], width)
         if self.overlay:
             draw_lanes(self.canvas, self.boxes, self.overlay, self.taps, lanes_top)
-        y += height + MARGIN
+        y += height + margin
         if self.overlay is None:
             y = self._notes(y + 4, width)
         self.canvas.parts += self.boxes.parts

@@ -14,7 +14,7 @@ from slipstream.topo.draw_canvas import Canvas, clean
 from slipstream.topo.graph import Gpu, Machine
 
 CHIP_H, CHIP_GAP = 20.0, 4.0
-LANE_STEP, LANES_TOP = 28.0, 8.0
+LANE_STEP, LANES_TOP = 28.0, 2.0
 LABEL_W, LABEL_H = 150.0, 20.0
 CPU_CHIP_W, CPU_COLUMNS, CPU_PAD = 118.0, 4, 10.0
 MAX_LANES = 32
@@ -170,7 +170,8 @@ def draw_lanes(
             boxes.parts.append(
                 f'<path class="head" d="M{x - 4:g} {bottom - 8:g} L{x + 4:g} {bottom - 8:g} L{x:g} {bottom - 1:g} Z"/>'
             )
-        middle = (source[0] + max((x for x, _ in found), key=lambda x: abs(x - source[0]))) / 2
+        start = source[0]
+        middle = (start + max((x for x, _ in found), key=lambda x, start=start: abs(x - start))) / 2
         _label(boxes, handoff, max(middle - LABEL_W / 2, 4.0), y - LABEL_H / 2)
 
 
