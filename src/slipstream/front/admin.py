@@ -45,13 +45,14 @@ class Admin:
     # ------------------------------------------------------------------------------------------ state
 
     async def health(self, exchange: Exchange) -> None:
-        reasons = self._reasons()
+        reasons = self.reasons()
         if reasons:
             await exchange.json({"status": "unavailable", "reasons": reasons}, 503, [(b"retry-after", b"1")])
         else:
             await exchange.json({"status": "ok"})
 
-    def _reasons(self) -> list[str]:
+    def reasons(self) -> list[str]:
+        """Why a request sent now would not be answered; empty when it would."""
         reasons = []
         if self.draining:
             reasons.append("the server is shutting down")

@@ -26,6 +26,7 @@ from slipstream.errors import (
 )
 from slipstream.front.admin import Admin
 from slipstream.front.backend import Backend
+from slipstream.front.dashboard import Dashboard
 from slipstream.front.exchange import Exchange, Receive, Scope, Send
 from slipstream.front.generate import Generator
 from slipstream.front.metrics import FrontMetrics
@@ -51,12 +52,14 @@ class FrontApp:
         backend.metrics_registry.register(self.metrics)
         self.generator = Generator(backend, service, config, self.metrics)
         self._admin = Admin(backend, service, config, self.generator)
+        self._dashboard = Dashboard(backend, config.api_key, self._admin.reasons, self.metrics.collect)
+        self._open = OPEN_PATHS | self._dashboard.open_paths
         self._backend = backend
         self._service = service
         self._key = config.api_key.encode()
         self._loading: asyncio.Task[None] | None = None
-        self._routes = _routes(self.generator, self._admin)
-        self._named = _named_routes(self.generator, self._admin)
+        self._routes = _routes(self.generator, self._admin, self._dashboard)
+        self._named = _named_routes(self.generator, self._admin, self._dashboard)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -125,7 +128,7 @@ class FrontApp:
         raise RouteNotFound(f"there is no {exchange.path} here; the paths are {', '.join(self._routes)}")
 
     def _authorize(self, exchange: Exchange) -> None:
-        if not self._key or exchange.path in OPEN_PATHS:
+        if not self._key or exchange.path in self._open:
             return
         given = exchange.headers.get(b"authorization", b"")
         scheme, _, token = given.partition(b" ")
@@ -159,12 +162,14 @@ class FrontApp:
             event = await receive()
             if event["type"] == "lifespan.startup":
                 self._loading = asyncio.create_task(self._load())
+                self._dashboard.start()
                 await send({"type": "lifespan.startup.complete"})
             elif event["type"] == "lifespan.shutdown":
                 if self._loading is not None:
                     self._loading.cancel()
                     with contextlib.suppress(asyncio.CancelledError):
                         await self._loading
+                self._dashboard.stop()
                 self._service.close()
                 await send({"type": "lifespan.shutdown.complete"})
                 return
@@ -189,7 +194,7 @@ class FrontApp:
             await asyncio.sleep(0.1)
 
 
-def _routes(generator: Generator, admin: Admin) -> dict[str, dict[str, Handler]]:
+def _routes(generator: Generator, admin: Admin, dashboard: Dashboard) -> dict[str, dict[str, Handler]]:
     return {
         "/v1/chat/completions": {"POST": generator.chat},
         "/v1/completions": {"POST": generator.completions},
@@ -204,15 +209,22 @@ def _routes(generator: Generator, admin: Admin) -> dict[str, dict[str, Handler]]
         "/v1/requests": {"GET": generator.stories.list},
         "/workers": {"GET": admin.workers, "POST": admin.add_worker},
         "/audit": {"GET": admin.audit},
+        "/dashboard": {"GET": dashboard.page},
+        "/dashboard/": {"GET": dashboard.slash},
+        "/dashboard/state": {"GET": dashboard.state},
+        "/dashboard/machine": {"GET": dashboard.machine},
+        "/dashboard/metrics": {"GET": dashboard.metrics},
+        "/dashboard/doctor": {"POST": dashboard.doctor},
     }
 
 
-def _named_routes(generator: Generator, admin: Admin) -> dict[str, dict[str, NamedHandler]]:
+def _named_routes(generator: Generator, admin: Admin, dashboard: Dashboard) -> dict[str, dict[str, NamedHandler]]:
     """Paths that end in a name, which may itself hold slashes."""
     return {
         "/v1/models/": {"GET": admin.model},
         "/v1/requests/": {"GET": generator.stories.one},
         "/workers/": {"DELETE": admin.remove_worker},
+        "/dashboard/": {"GET": dashboard.file},
     }
 
 
