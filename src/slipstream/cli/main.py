@@ -23,6 +23,7 @@ COMMANDS = {
     "worker": "Run one worker, to be joined to a router.",
     "router": "Run one router with its HTTP front, in front of workers.",
     "generate": "Answer one prompt in the terminal, without a server.",
+    "timeline": "Show where the time of recent requests went.",
     "topo": "Show GPUs, links and networks of a machine, and the ways that data can take.",
     "doctor": "Say what is wrong with this machine, a configuration, a cluster or in a log.",
     "bench": "Measure this machine.",

@@ -97,22 +97,27 @@ class WorkerMetrics(Meters):
         self.copy_failures = self.counter("copy_failures", "KV copies that failed.", "transport")
         self.copy_wire = self.histogram(
             "copy_wire_seconds",
-            "Seconds of one KV copy on the wire, until the peer can see it.",
+            "Seconds of one KV copy on the wire, until the peer can see it; copies that overlap share the wire.",
             COPY_BOUNDS,
             "transport",
         )
         self.copy_queue = self.histogram(
-            "copy_queue_seconds", "Seconds that a KV copy waited before, behind other copies.", COPY_BOUNDS, "transport"
+            "copy_queue_seconds",
+            "Seconds that a KV copy waited before, for the mover to begin it.",
+            COPY_BOUNDS,
+            "transport",
         )
         self.copy_rate = self.histogram(
             "copy_bytes_per_second", "Rate of single KV copies on the wire.", RATE_BOUNDS, "transport"
         )
         self.grant_seconds = self.histogram(
-            "grant_seconds", "Seconds from an offer to the grant of pages by the decode worker.", TTFT_BOUNDS
+            "grant_seconds",
+            "Seconds from an offer to the decode worker's grant, as the prefill worker sees it, between two steps.",
+            TTFT_BOUNDS,
         )
         self.handoff_seconds = self.histogram(
             "handoff_seconds",
-            "Seconds from the first token to the decode worker having taken over: what the transfer adds.",
+            "Seconds from the first token to the decode worker having taken over, as the prefill worker sees it.",
             TTFT_BOUNDS,
         )
         self.handoffs = self.counter("handoffs", "Requests handed over (source) or taken over (destination).", "side")

@@ -101,7 +101,6 @@ class Watcher:
         self._settled_at = 0.0
         self._steps: deque[Step] = deque(maxlen=STEPS)
         self._times: CopyTimes | None = None
-        self._wire_free: dict[str, float] = {}  # by peer: when the last copy to it ended
         metrics.decode_rate = self._decode_rate
 
     # ------------------------------------------------------------------------------------------ steps
@@ -217,10 +216,8 @@ class Watcher:
             return
         handoff, metrics = sequence.handoff, self._metrics
         peer = handoff.peer if handoff is not None else ""
-        transport = times.transport
-        began = max(times.begun or times.ended, self._wire_free.get(peer, 0.0))
-        began = min(began, times.ended)
-        self._wire_free[peer] = times.ended
+        transport = times.transport or "none"
+        began = times.begun or times.ended
         seconds, waited = times.ended - began, max(0.0, began - times.submitted)
         attributes: dict[str, Any] = {"peer": peer, "transport": transport, "pages": times.pages, "queued_s": waited}
         record = self._here.get(sequence.identity)

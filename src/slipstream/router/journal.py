@@ -58,7 +58,7 @@ class Entry:
     def spoke(self) -> None:
         """Its first token is here."""
         self.first = now()
-        self._note(self.first, "first_token", {})
+        self.notes.append((self.first, 0.0, "first_token", {}))
 
     def resubmitted(self, cause: str, tokens: int) -> None:
         self.attempts += 1
