@@ -70,8 +70,6 @@ class Session:
                 await self._measure_characters(client, target, settings.work)
             report = self._report(target)
             self._say(f"{target.model} at {target.url}{target.endpoint}: {self._settings.work.describe()}")
-            for note in target.notes:
-                self._say(f"  {note}")
             for rate in settings.rates:
                 row = await self._rate(client, target, rate, report, show)
                 report.rates.append(row)

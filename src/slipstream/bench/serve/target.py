@@ -95,8 +95,8 @@ async def discover(
         raise NoServer(
             f"a plain request to {target.url}{target.endpoint} for the model {target.model!r} failed: {problem}"
         )
-    target = await _usage_way(client, target, usage)
     target = await _extras(client, target)
+    target = await _usage_way(client, target, usage)
     if api == "completions":
         target = await _token_ids(client, target)
     return target if target.takes_ids else await measure_words(client, target)
@@ -134,7 +134,7 @@ async def _usage_way(client: Client, target: Target, wanted: UsageWay | None) ->
     asked: UsageWay = wanted or "final"
     options = {"include_usage": True, **({"continuous_usage_stats": True} if asked == "every" else {})}
     stream = await _sent(client, target, {"stream_options": options})
-    if not stream.problem and stream.output_tokens is not None:
+    if not _problem(stream) and stream.output_tokens is not None:
         return replace(target, usage=asked)
     return _noted(target, "it gives no usage in streams: tokens are counted by events, lengths of prompts as asked")
 
@@ -147,14 +147,14 @@ async def _extras(client: Client, target: Target) -> Target:
     else:
         target = _noted(target, "it takes neither ignore_eos nor min_tokens: answers may end before the wanted length")
     stream = await _sent(client, target, {"return_token_ids": True})
-    return replace(target, takes_token_ids=not stream.problem and stream.told_ids)
+    return replace(target, takes_token_ids=not _problem(stream) and stream.told_ids)
 
 
 async def _token_ids(client: Client, target: Target) -> Target:
     for ids in (FULL_IDS, BYTE_IDS):
         prompt = [ids[0], ids[1] - 1, *range(ids[0], ids[0] + 30)]
         stream = await _sent(client, target, {"prompt": prompt})
-        if not stream.problem and stream.prompt_tokens in (None, len(prompt)):
+        if not _problem(stream) and stream.prompt_tokens in (None, len(prompt)):
             return replace(target, takes_ids=True, ids=ids)
     return _noted(target, "it does not take prompts as token ids: they are texts, of about the wanted length")
 
@@ -177,7 +177,7 @@ async def characters_per_token(client: Client, target: Target, texts: list[str])
     sample = "\n".join(texts)[:4000]
     stream = await _sent(client, target, _prompt(target, sample))
     tokens = (stream.prompt_tokens or 0) - target.overhead_tokens
-    return len(sample) / tokens if tokens > 0 and not stream.problem else 4.0
+    return len(sample) / tokens if tokens > 0 and not _problem(stream) else 4.0
 
 
 def _noted(target: Target, note: str) -> Target:
@@ -190,7 +190,11 @@ def _prompt(target: Target, text: str) -> dict[str, Any]:
 
 async def _try(client: Client, target: Target, fields: dict[str, Any]) -> str:
     """What is wrong with a small request that has these fields; "" when nothing is."""
-    stream = await _sent(client, target, fields)
+    return _problem(await _sent(client, target, fields))
+
+
+def _problem(stream: Stream) -> str:
+    """An answer without a token is one: a model may end at once."""
     return f"{stream.problem}: {stream.detail}" if stream.problem not in ("", "empty") else ""
 
 
@@ -199,6 +203,8 @@ async def _sent(client: Client, target: Target, fields: dict[str, Any]) -> Strea
     body: dict[str, Any] = {"model": target.model, "stream": True, target.limit_field: 2, **_prompt(target, "one two")}
     if target.usage != "none":
         body["stream_options"] = {"include_usage": True}
+    if target.takes_ignore_eos:
+        body["ignore_eos"] = True
     payload = client.request("POST", target.endpoint, msgspec.json.encode({**body, **fields}))
     await client.exchange(payload, stream, PROBE_S)
     return stream
