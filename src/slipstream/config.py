@@ -40,7 +40,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Dtype,
         Meta(description="Weights and KV: `auto` is bfloat16 on GPUs and on CPUs with AMX, else float32."),
     ] = "auto"
-    device: Annotated[str, Meta(description="`auto`, `cpu`, `cuda`, `cuda:N` or a GPU's UUID.")] = "auto"
+    device: Annotated[
+        str,
+        Meta(description="`auto`, `cpu`, `cuda`, `cuda:N` or a GPU's UUID; with --tp a list, as `cuda:0,cuda:1`."),
+    ] = "auto"
+    tp: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Tensor-parallel ranks of a worker: processes that share the model, one GPU each.",
+        ),
+    ] = 1
     threads: Annotated[
         int,
         Meta(
@@ -160,6 +171,22 @@ class FrontConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["debug", "info", "warning", "error"], Meta(description="Least severe log line to print.")
     ] = "info"
     log_format: Annotated[LogFormat, Meta(description="Log lines for people (`text`) or programs (`json`).")] = "text"
+
+
+class ObserveConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process shows of itself, beside its log."""
+
+    metrics_compat: Annotated[
+        Literal["none", "vllm", "sglang"],
+        Meta(description="Also show metrics under the names that boards and endpoint pickers for these engines read."),
+    ] = "none"
+    otlp_endpoint: Annotated[
+        str,
+        Meta(
+            description="Send OpenTelemetry traces there, as `http://host:4318`; empty means what the variables "
+            "`OTEL_EXPORTER_OTLP_*` say, and none without them."
+        ),
+    ] = ""
 
 
 class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,8 +8,8 @@ import click
 
 from slipstream import logs
 from slipstream.cli.options import SettingsCommand, resolve
-from slipstream.config import EngineConfig, FrontConfig, LaunchConfig, RouterConfig
-from slipstream.launch.lifeline import die_with_parent
+from slipstream.config import EngineConfig, FrontConfig, LaunchConfig, ObserveConfig, RouterConfig
+from slipstream.lifeline import die_with_parent
 from slipstream.settings import ROUTER
 
 
@@ -36,6 +36,7 @@ def command(parent_fd: int | None, listen_fd: int | None, accept_after: float, *
     run_router(
         resolved.config(RouterConfig),
         front,
+        observe=resolved.config(ObserveConfig),
         tokenizer=resolved.config(EngineConfig).tokenizer,
         drain_s=resolved.config(LaunchConfig).drain_s,
         listen_fd=listen_fd,

@@ -9,8 +9,8 @@ import click
 
 from slipstream import logs
 from slipstream.cli.options import SettingsCommand, find_model, resolve
-from slipstream.config import EngineConfig, FrontConfig, LaunchConfig, TransferConfig, WorkerConfig
-from slipstream.launch.lifeline import die_with_parent
+from slipstream.config import EngineConfig, FrontConfig, LaunchConfig, ObserveConfig, TransferConfig, WorkerConfig
+from slipstream.lifeline import die_with_parent
 from slipstream.settings import WORKER
 
 
@@ -36,4 +36,5 @@ def command(model_argument: str | None, parent_fd: int | None, **options: Any) -
 
     engine, transfer = resolved.config(EngineConfig), resolved.config(TransferConfig)
     find_model(engine)
-    sys.exit(run_worker(engine, worker, transfer, resolved.config(LaunchConfig).drain_s))
+    observe = resolved.config(ObserveConfig)
+    sys.exit(run_worker(engine, worker, transfer, resolved.config(LaunchConfig).drain_s, observe))

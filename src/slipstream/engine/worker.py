@@ -1,4 +1,4 @@
-"""A worker: one model on one device, one scheduler, one KV pool; three threads.
+"""A worker: one model on one device or on several ranks, one scheduler, one KV pool a rank; three threads.
 
     IO thread      sockets: HTTP port, message port, links to routers and peers        engine/server.py
     loop thread    receive, schedule, compute, settle, deliver                          engine/loop.py
@@ -6,6 +6,9 @@
 
 `start` opens the HTTP port, loads the model, makes the pool and opens the message port; `stop` drains and takes it all
 down. Nothing is process-wide, so that two workers fit in one interpreter.
+
+With tensor parallelism this is rank 0, the only one that decides and that others know. The other ranks are processes of
+their own (`ranks.team`), which load at the same time and then follow its plans; when one of them ends, the worker does.
 """
 
 from __future__ import annotations
@@ -25,16 +28,21 @@ import msgspec
 from slipstream.config import EngineConfig, TransferConfig, WorkerConfig
 from slipstream.engine.core import EngineCore
 from slipstream.engine.effects import CopyPages, Effect
-from slipstream.engine.loop import EngineLoop
+from slipstream.engine.loop import EngineLoop, Runner
 from slipstream.engine.metrics import WorkerMetrics
 from slipstream.engine.server import WorkerServer
 from slipstream.engine.timeline import Watcher
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.plain_http import base_url
-from slipstream.run.engine_model import OpenedModel, open_model
+from slipstream.ranks.control import Opened
+from slipstream.ranks.copies import RankCopies
+from slipstream.ranks.lead import LeadRunner
+from slipstream.ranks.team import Team
+from slipstream.run.engine_model import OpenedModel, Pool, open_model
+from slipstream.run.parallel import Group, rank_devices
 from slipstream.transfer.agent import CopyJob, ProbeMemory, TransferAgent
 from slipstream.transfer.job import CopyTimes
-from slipstream.transfer.rank import RankHere
+from slipstream.transfer.rank import Rank, RankHere
 from slipstream.transfer.transports.local import Neighbourhood
 from slipstream.version import __version__
 from slipstream.wire import WorkerInfo
@@ -74,6 +82,10 @@ class Worker:
         self._loop: EngineLoop | None = None
         self._info: WorkerInfo | None = None
         self._neighbours = neighbours
+        self._copies = RankCopies(self._copied)
+        self._team: Team | None = None
+        self._group: Group | None = None
+        self._opened: list[Opened] = []  # by the other ranks
         self._ways: dict[str, str] = {}  # peer -> the name of its routes, those of its latest link; the loop's
 
     @property
@@ -105,14 +117,18 @@ class Worker:
         self._closing.callback(server.stop)
         server.start()
 
-        opened = open_model(self._engine, progress)
-        pool = opened.allocate_pool(probe_bytes=self._transfer.preflight_bytes)
+        devices = rank_devices(self._engine.device, self._engine.tp)
+        self._team = team = self._start_others(devices)
+        opened = open_model(msgspec.structs.replace(self._engine, device=devices[0]), progress)
+        pool = self._allocate(opened)
         self._closing.callback(pool.close)
+        runner = self._join(opened, pool)
         agent = TransferAgent(
             pool.region,
             opened.layout,
             self._transfer,
-            on_done=self._copied,
+            on_done=self._copies.here,
+            ranks=opened.head_ranges,
             host=config.host,
             neighbours=self._neighbours,
             memory=cast(ProbeMemory, pool) if pool.region.kind == "cuda" else None,
@@ -130,25 +146,89 @@ class Worker:
         )
         loop = EngineLoop(
             core,
-            opened.runner(pool.region, self._engine.max_sequences),
+            runner,
             deliver=self._deliver,
             on_step=self._metrics.step,
             on_failure=self._failed,
         )
-        self._agent, self._loop = agent, loop
-        self._info = self._describe(opened, pool.region.pages, max_model_len, server)
+        self._copies.attach(agent, team, lambda: runner.collected if isinstance(runner, LeadRunner) else -1)
+        self._loop = loop
+        names = [opened.device_name, *(other.device for other in self._opened)]
+        ranks: list[Rank] = [RankHere(agent)]
+        if team is not None:
+            team.ready()
+            ranks += team.ranks
+        self._info = self._describe(opened, pool.region.pages, max_model_len, names, server)
         self._metrics.identify(self._info)
         self._metrics.failed = lambda: (loop.failed_steps, loop.failed_events)
         server.watcher = self._watcher
         self._closing.callback(loop.stop)
         self._closing.callback(server.stop)  # first: links end while the engine and the mover can still answer
         loop.start()
-        server.attach(self._info, [RankHere(agent)], self._transfer.transport, loop.post, self._take_way)
+        server.attach(self._info, ranks, self._transfer.transport, loop.post, self._take_way)
         server.state = "ready"
         if router:
             server.join(router, config.api_key)
 
-    def _describe(self, opened: OpenedModel, pages: int, max_model_len: int, server: WorkerServer) -> WorkerInfo:
+    def _start_others(self, devices: list[str]) -> Team | None:
+        """Starts ranks 1 and up, which load while this one does."""
+        if len(devices) == 1:
+            return None
+        team = Team(
+            self._engine,
+            self._transfer,
+            devices,
+            host=self._worker.host,
+            name=self._worker.name,
+            on_copied=self._copies.elsewhere,
+            on_lost=self._rank_lost,
+        )
+        self._closing.callback(team.close)
+        return team
+
+    def _allocate(self, opened: OpenedModel) -> Pool:
+        """The pool of this rank: as many pages as every rank has room for."""
+        probe_bytes = self._transfer.preflight_bytes
+        if self._team is None:
+            return opened.allocate_pool(probe_bytes)
+        self._opened = self._team.opened()
+        pages = min([opened.pool_pages, *(other.pages for other in self._opened)])
+        return opened.allocate_pool(probe_bytes, pages)
+
+    def _join(self, opened: OpenedModel, pool: Pool) -> Runner:
+        """The runner of this worker, once its ranks have joined."""
+        team = self._team
+        if team is None:
+            return opened.runner(pool.region, self._engine.max_sequences)
+        nccl_id = b""
+        if opened.device.type == "cuda":
+            from slipstream.run.parallel_nccl import new_id
+
+            nccl_id = new_id()
+        team.proceed(pool.region.pages, nccl_id)
+        fds = team.meeting.take(0)
+        team.meeting.close()
+        self._group = group = team.beside(lambda: opened.join(fds, nccl_id))
+        self._closing.callback(group.close)
+        if team.lost is not None:
+            group.abort()
+        runner = team.beside(lambda: opened.runner(pool.region, self._engine.max_sequences))
+        return LeadRunner(runner, team, group)
+
+    def _rank_lost(self, error: SlipstreamError) -> None:
+        """Team's thread: another rank has ended, and this worker with it. Frees the loop thread if it waits for it."""
+        logger.error("%s", error.message)
+        assert self._team is not None
+        for rank in range(1, self._team.size):
+            self._copies.lost(rank, error.message)
+        if self._group is not None:
+            self._group.abort()
+        if self._info is not None:  # otherwise `start` raises it
+            self._failed(error)
+
+    def _describe(
+        self, opened: OpenedModel, pages: int, max_model_len: int, devices: list[str], server: WorkerServer
+    ) -> WorkerInfo:
         config = self._worker
         host = advertised(config.host)
         http = f"http://{host}:{server.http_socket.getsockname()[1]}"
@@ -167,7 +247,8 @@ class Worker:
             max_model_len=max_model_len,
             pages=pages,
             max_sequences=self._engine.max_sequences,
-            devices=[opened.device_name],
+            devices=devices,
+            tp_size=self._engine.tp,
             pid=os.getpid(),
             host=socket.gethostname(),
             version=__version__,
@@ -209,6 +290,8 @@ class Worker:
 
     def _failed(self, error: BaseException) -> None:
         """The engine is broken: cut all links, so that routers continue the requests elsewhere at once."""
+        if self._failure is not None:
+            return
         self._failure = error
         assert self._server is not None
         self._server.state = f"failed: {error}"
@@ -225,7 +308,7 @@ class Worker:
                 times = CopyTimes(time.monotonic(), pages=len(effect.source_pages))
                 way = self._ways.get(effect.peer, effect.peer)
                 job = CopyJob(way, effect.xfer, effect.source_pages, effect.destination_pages, times=times)
-                self._agent.submit(job)
+                self._copies.submit(job)
             else:
                 messages.append(effect)
         self._server.deliver(messages)

@@ -13,11 +13,19 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
-from slipstream.config import EngineConfig, FrontConfig, LaunchConfig, RouterConfig, TransferConfig, WorkerConfig
+from slipstream.config import (
+    EngineConfig,
+    FrontConfig,
+    LaunchConfig,
+    ObserveConfig,
+    RouterConfig,
+    TransferConfig,
+    WorkerConfig,
+)
 from slipstream.launch.devices import Machine
 from slipstream.launch.spec import Placement
 from slipstream.launch.supervise import ChildSpec
@@ -39,6 +47,7 @@ class ClusterConfig:
     router: RouterConfig
     front: FrontConfig
     launch: LaunchConfig
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
 
 
 def child_environment(environment: Mapping[str, str], **extra: str) -> dict[str, str]:
@@ -50,7 +59,9 @@ def child_environment(environment: Mapping[str, str], **extra: str) -> dict[str,
 def router_spec(config: ClusterConfig, *, port: int, listen_fd: int, parent_fd: int) -> ChildSpec:
     """The router and front. It listens on `listen_fd`; `port` is that socket's."""
     front = msgspec.structs.replace(config.front, port=port)
-    flags = to_flags(ROUTER, config.router, front, config.launch, config.engine, skip=("api_key",))
+    flags = to_flags(
+        ROUTER, config.router, front, config.observe, config.launch, config.engine, skip=("api_key",)
+    )
     argv = [*INTERPRETER, "router", *flags, "--listen-fd", str(listen_fd), "--parent-fd", str(parent_fd)]
     secret = {PREFIX + "API_KEY": config.front.api_key} if config.front.api_key else {}
     return ChildSpec(ROUTER_NAME, argv, child_environment(os.environ, **secret), (listen_fd,))
@@ -81,7 +92,9 @@ def worker_specs(
         log = msgspec.structs.replace(
             FrontConfig(), log_level=config.front.log_level, log_format=config.front.log_format
         )
-        flags = to_flags(WORKER, worker, engine, config.transfer, log, config.launch, skip=("model",))
+        flags = to_flags(
+            WORKER, worker, engine, config.transfer, log, config.observe, config.launch, skip=("model",)
+        )
         argv = [*INTERPRETER, "worker", engine.model, *flags, "--parent-fd", str(parent_fd)]
         secret = {PREFIX + "API_KEY": config.front.api_key} if config.front.api_key else {}
         specs[placement.name] = ChildSpec(placement.name, argv, child_environment(os.environ, **secret))

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import socket
 
-from slipstream.config import FrontConfig, RouterConfig
+from slipstream.config import FrontConfig, ObserveConfig, RouterConfig
 from slipstream.errors import SetupError
 from slipstream.front.app import create_app
 from slipstream.front.server import serve
@@ -26,6 +26,7 @@ def run_router(
     router: RouterConfig,
     front: FrontConfig,
     *,
+    observe: ObserveConfig | None = None,
     tokenizer: str = "",
     drain_s: float = 30.0,
     listen_fd: int | None = None,
@@ -42,7 +43,7 @@ def run_router(
     logger.info("router listens at %s", ports.url_of(front.host, sock.getsockname()[1]))
     service = TokenizerService(tokenizer=tokenizer)
     with asyncio.Runner(loop_factory=_new_loop) as runner:
-        runner.run(_run(router, front, sock, service, drain_s, accept_after_s))
+        runner.run(_run(router, front, observe, sock, service, drain_s, accept_after_s))
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
@@ -56,6 +57,7 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 async def _run(
     config: RouterConfig,
     front: FrontConfig,
+    observe: ObserveConfig | None,
     sock: socket.socket,
     service: TokenizerService,
     drain_s: float,
@@ -64,7 +66,7 @@ async def _run(
     router = Router(config)
     await router.start()
     try:
-        app = create_app(router, service, front)
+        app = create_app(router, service, front, observe)
         if accept_after_s > 0:
             await _warm_up(router, service, accept_after_s)
         await serve(app, front, sock, drain_s=drain_s)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from slipstream.errors import SetupError
-from slipstream.launch.lifeline import Lifeline
+from slipstream.lifeline import Lifeline, ended_how
 
 logger = logging.getLogger(__name__)
 
@@ -273,15 +273,3 @@ class Supervisor:
                 os.killpg(child.process.pid, number)
             else:
                 child.process.send_signal(number)
-
-
-def ended_how(code: int) -> str:
-    """An exit code as words."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-    return f"was ended by {name}{hint}"

@@ -14,7 +14,7 @@ import threading
 import time
 from types import FrameType
 
-from slipstream.config import EngineConfig, TransferConfig, WorkerConfig
+from slipstream.config import EngineConfig, ObserveConfig, TransferConfig, WorkerConfig
 from slipstream.launch.limits import raise_open_files
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,13 @@ PASSIVE_WAITING = {
 }
 
 
-def run_worker(engine: EngineConfig, config: WorkerConfig, transfer: TransferConfig, drain_s: float) -> int:
+def run_worker(
+    engine: EngineConfig,
+    config: WorkerConfig,
+    transfer: TransferConfig,
+    drain_s: float,
+    observe: ObserveConfig | None = None,
+) -> int:
     """Runs a worker until it is told to end; returns the exit code. Raises SetupError when it cannot start."""
     raise_open_files()
     for variable, value in PASSIVE_WAITING.items():
@@ -40,7 +46,7 @@ def run_worker(engine: EngineConfig, config: WorkerConfig, transfer: TransferCon
 
     from slipstream.engine.worker import Worker  # loads torch
 
-    worker = Worker(engine, config, transfer)
+    worker = Worker(engine, config, transfer, observe=observe)
     started = time.monotonic()
     logger.info("loading %s", engine.model)
     worker.start(_Progress(engine.model))

@@ -1,27 +1,32 @@
 """Opens a model for a worker: files, config, layout, device, weights; then its KV pool and its runner.
 
 The one entry from the engine into `model` and `run`. Cheap checks come first: a wrong device, an unsupported
-architecture or too little memory is said before the first weight is read.
+architecture or too little memory is said before the first weight is read. Of a worker with several ranks, each opens
+its own part on its own device; `join` is where they meet.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, PoolTooSmall
-from slipstream.kv.layout import KVLayout
+from slipstream.kv.layout import HeadRange, KVLayout, head_range
 from slipstream.kv.pool import HostPool
 from slipstream.model.config import ModelConfig, read_config
 from slipstream.model.files import ModelFiles, locate
 from slipstream.model.llama import Llama
 from slipstream.model.loader import Progress, load
-from slipstream.run.device import Placement, free_bytes, place, pool_pages
+from slipstream.model.shard import Shard, refuse_indivisible
+from slipstream.run.device import Placement, free_bytes, place, pool_pages, usable_cores
+from slipstream.run.parallel import Group, MemoryGroup
 from slipstream.run.runner import Runner
 from slipstream.transfer.transports.base import Region
 
@@ -39,7 +44,10 @@ class Pool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A loaded model with all that a worker tells others about it."""
+    """A loaded model, or one rank's part of it, with all that a worker tells others about it.
+
+    `config` is the whole model's; `engine.device` is this rank's.
+    """
 
     engine: EngineConfig
     files: ModelFiles
@@ -69,12 +77,32 @@ class OpenedModel:
 
         sequences = self.engine.max_sequences
         tokens = max(self.engine.chunk_tokens, sequences + self.engine.page_tokens)
-        needed = step_bytes(self.config, self.placement.dtype.itemsize, tokens, sequences)
+        needed = step_bytes(self.model.config, self.placement.dtype.itemsize, tokens, sequences)
         return pool_pages(self.engine, self.layout, self.device, needed)
 
-    def allocate_pool(self, probe_bytes: int) -> Pool:
-        """The KV pool, in host or device memory. Raises PoolTooSmall."""
-        pages = self.pool_pages
+    @property
+    def head_ranges(self) -> list[HeadRange]:
+        """The KV heads of every rank of the worker."""
+        return [head_range(self.config.kv_heads, self.engine.tp, rank) for rank in range(self.engine.tp)]
+
+    def join(self, fds: Sequence[int], nccl_id: bytes = b"") -> Group:
+        """Joins the other ranks; on GPUs this waits for all of them. To be called before `runner`.
+
+        `fds` are this rank's of a `parallel.Meeting`, `nccl_id` is `parallel_nccl.new_id`'s where the ranks have GPUs.
+        """
+        shard = self.model.shard
+        group: Group = MemoryGroup(fds, shard.rank)
+        if self.device.type == "cuda":
+            from slipstream.run.parallel_nccl import NcclGroup
+
+            group.close()
+            group = NcclGroup(nccl_id, shard.rank, shard.size, self.device)
+        self.model.parallel = group
+        return group
+
+    def allocate_pool(self, probe_bytes: int, pages: int | None = None) -> Pool:
+        """The KV pool, in host or device memory; of `pool_pages` pages unless told. Raises PoolTooSmall."""
+        pages = self.pool_pages if pages is None else pages
         if self.device.type == "cpu":
             return HostPool.allocate(self.layout, pages, probe_bytes)
         from slipstream.transfer.cuda.memory import DeviceMemory
@@ -122,20 +150,33 @@ class OpenedModel:
         return Runner(self.model, self.layout, memory, max_sequences, threads=self.placement.threads)
 
 
-def open_model(engine: EngineConfig, progress: Progress | None = None) -> OpenedModel:
-    """Loads the model that a worker was configured with.
+def open_model(engine: EngineConfig, progress: Progress | None = None, *, rank: int = 0) -> OpenedModel:
+    """Loads the model that a worker was configured with, or the part of it that is rank `rank`'s.
 
-    Raises ConfigError for a device that is not there and ModelError for whatever is wrong with the model.
+    `engine.device` names that rank's device alone. Raises ConfigError for a device that is not there, or a model that
+    `engine.tp` ranks cannot share, and ModelError for whatever is wrong with the model.
     """
+    if engine.tp > 1 and not engine.threads:
+        engine = msgspec.structs.replace(engine, threads=max(1, len(usable_cores()) // engine.tp))
     placement = place(engine)
     dummy = engine.load_format == "dummy"
     files = locate(engine.model, need_weights=not dummy)
     config = read_config(files)
-    layout = config.layout(engine.page_tokens, placement.dtype_name)
+    refuse_indivisible(config, engine.tp)
+    layout = config.layout(engine.page_tokens, placement.dtype_name, engine.tp, rank)
     if placement.threads:
         torch.set_num_threads(placement.threads)
     free = free_bytes(placement.device)
-    model = load(files, config, placement.device, placement.dtype, progress, free_bytes=free, dummy=dummy)
+    model = load(
+        files,
+        config,
+        placement.device,
+        placement.dtype,
+        progress,
+        free_bytes=free,
+        dummy=dummy,
+        shard=Shard(config, rank, engine.tp),
+    )
     return OpenedModel(engine, files, config, layout, model, placement)
 
 

@@ -43,3 +43,15 @@ def _wait_for_end(fd: int) -> None:
         while os.read(fd, 1):
             pass
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ended_how(code: int) -> str:
+    """An exit code as words."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+    return f"was ended by {name}{hint}"

@@ -1,0 +1,94 @@
+"""Copies of all ranks of a worker: one job of the engine is one job on every rank, and is over when all have answered.
+
+Rank 0 copies by its own agent; the others get an order behind the step that computes the pages. A job that fails on one
+rank has failed, but is reported only when no rank has anything of it under way.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from slipstream.errors import SlipstreamError
+from slipstream.ranks.team import Team
+from slipstream.transfer.agent import CopyJob, TransferAgent
+
+
+@dataclass(slots=True)
+class _Pending:
+    job: CopyJob
+    left: set[int]  # ranks that have not answered
+    error: str | None = None
+
+
+class RankCopies:
+    """`on_done(job, error)` is called once for each job, on whichever thread heard the last answer.
+
+    `here` and `elsewhere` are what the agent of rank 0 and the team call; `attach` comes before the first job.
+    """
+
+    def __init__(self, on_done: Callable[[CopyJob, str | None], None]) -> None:
+        self._on_done = on_done
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, _Pending] = {}
+        self._jobs: dict[CopyJob, int] = {}
+        self._agent: TransferAgent | None = None
+        self._team: Team | None = None
+        self._collected: Callable[[], int] = lambda: -1
+
+    def attach(self, agent: TransferAgent, team: Team | None, collected: Callable[[], int]) -> None:
+        """`collected` says which step is the last that is computed."""
+        self._agent, self._team, self._collected = agent, team, collected
+
+    def submit(self, job: CopyJob) -> None:
+        """Starts a copy on all ranks. Called on the loop thread."""
+        assert self._agent is not None
+        team = self._team
+        if team is None:
+            self._agent.submit(job)
+            return
+        others = set(range(1, team.size))
+        with self._lock:
+            number = next(self._numbers)
+            self._pending[number] = _Pending(job, {0, *others})
+            self._jobs[job] = number
+        pages = [list(map(int, side)) for side in (job.source_pages, job.destination_pages)]
+        try:
+            team.copy(number, job.peer, job.xfer, self._collected(), *pages)
+        except SlipstreamError as error:
+            for rank in others:
+                self.elsewhere(number, rank, error.message)
+        self._agent.submit(job)
+
+    def here(self, job: CopyJob, error: str | None) -> None:
+        """Rank 0 is done with a job."""
+        if self._team is None:
+            self._on_done(job, error)
+        else:
+            self._answered(self._jobs[job], 0, error)
+
+    def elsewhere(self, number: int, rank: int, error: str | None) -> None:
+        """Another rank is done with a job."""
+        self._answered(number, rank, None if error is None else f"rank {rank}: {error}")
+
+    def lost(self, rank: int, reason: str) -> None:
+        """A rank has ended: nothing of it is under way any more."""
+        with self._lock:
+            waiting = [number for number, pending in self._pending.items() if rank in pending.left]
+        for number in waiting:
+            self._answered(number, rank, reason)
+
+    def _answered(self, number: int, rank: int, error: str | None) -> None:
+        with self._lock:
+            pending = self._pending.get(number)
+            if pending is None or rank not in pending.left:
+                return
+            pending.left.discard(rank)
+            pending.error = pending.error or error
+            if pending.left:
+                return
+            del self._pending[number], self._jobs[pending.job]
+        self._on_done(pending.job, pending.error)

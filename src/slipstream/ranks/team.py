@@ -1,0 +1,410 @@
+"""The other ranks of a worker, as rank 0 has them: their processes, their channels, their orders.
+
+    start      processes with an inherited channel, ring, and sockets for exchanges; each loads its part of the model
+    opened     what each could hold; rank 0 takes the least
+    proceed    pool, group and runner are made everywhere at the same time
+    follow     orders go by the ring; calls, answers and bad news by the channels
+    close      the processes end, by themselves or by force
+
+A thread starts the processes and then reads all channels. It lives as long as they do, because a child is tied to the
+thread that started it. A rank that ends unasked ends the worker: `lost` then says which and how, all that waits for it
+is answered, and `on_lost` is called once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import queue
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+
+from slipstream.config import EngineConfig, TransferConfig
+from slipstream.engine.plan import StepPlan
+from slipstream.errors import PeerLost, SlipstreamError
+from slipstream.lifeline import Lifeline, ended_how
+from slipstream.ranks import codec
+from slipstream.ranks.control import (
+    Answer,
+    Begin,
+    Channel,
+    Copied,
+    Differs,
+    Opened,
+    Proceed,
+    Ready,
+    Refused,
+    StepFailed,
+    ToLeader,
+    call,
+    error_of,
+    result_of,
+)
+from slipstream.ranks.ring import RingWriter
+from slipstream.run.parallel import Meeting
+from slipstream.transfer.copies import HeadMove
+from slipstream.transfer.rank import Area, Figures, Sent
+from slipstream.transfer.route import Ranking
+from slipstream.transfer.transports.base import Exports
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+END_S = 5.0  # for a rank to end by itself when it is told to
+LOOK_S = 1.0
+SETTLE_S = 10.0  # for the other ranks to say that a step has failed there as well
+
+
+class RankLost(SlipstreamError):
+    """A rank of this worker has ended, or cannot go on; the worker cannot either."""
+
+    code = "rank_lost"
+
+
+@dataclass(slots=True, eq=False)
+class _Follower:
+    """One other rank. `told` are its messages of the start."""
+
+    rank: int
+    channel: Channel
+    process: subprocess.Popen[bytes]
+    told: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+    calls: dict[int, tuple[str, Future[Any]]] = field(default_factory=dict)
+    ended: bool = False
+
+
+class Team:
+    """Ranks 1 to `size - 1`, on `devices[1:]`. Started by the constructor.
+
+    `on_copied(job, rank, error)` and `on_lost(error)` are called on the team's thread.
+    """
+
+    def __init__(
+        self,
+        engine: EngineConfig,
+        transfer: TransferConfig,
+        devices: Sequence[str],
+        *,
+        host: str,
+        name: str,
+        on_copied: Callable[[int, int, str | None], None],
+        on_lost: Callable[[RankLost], None],
+    ) -> None:
+        self.size = len(devices)
+        self.lost: RankLost | None = None
+        self.meeting = Meeting(self.size)
+        self.failures: dict[tuple[int, int], StepFailed] = {}  # (step, rank) -> what that rank said of it
+        self._on_copied, self._on_lost = on_copied, on_lost
+        self._ring = RingWriter(self.size - 1, alive=lambda: self.lost is None)
+        self._lifeline = Lifeline()
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._news = threading.Condition(self._lock)
+        self._closing = False
+        self._followers: list[_Follower] = []
+        level, form = _logging()
+        begins = [
+            Begin(
+                engine=msgspec.structs.replace(engine, device=device),
+                transfer=transfer,
+                rank=rank,
+                size=self.size,
+                host=host,
+                name=name,
+                log_level=level,
+                log_format=form,
+            )
+            for rank, device in enumerate(devices)
+        ]
+        started: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(begins[1:], started), name="slipstream-ranks", daemon=True
+        )
+        self._thread.start()
+        started.result()
+
+    # ------------------------------------------------------------------------------------------- the start
+
+    def opened(self) -> list[Opened]:
+        """What the others have loaded, in the order of ranks. Raises their error, or RankLost."""
+        return [self._told(follower, Opened) for follower in self._followers]
+
+    def proceed(self, pages: int, nccl_id: bytes = b"") -> None:
+        for follower in self._followers:
+            follower.channel.send(Proceed(pages=pages, nccl_id=nccl_id))
+
+    def ready(self) -> list[Ready]:
+        """When all have their runners. Raises their error, or RankLost."""
+        return [self._told(follower, Ready) for follower in self._followers]
+
+    def beside(self, work: Callable[[], Result]) -> Result:
+        """Does `work`, which may wait for the other ranks without end. Raises RankLost as soon as one is lost."""
+        done: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(work())
+            except BaseException as error:
+                done.set_exception(error)
+            with self._news:
+                self._news.notify_all()
+
+        threading.Thread(target=run, name="slipstream-join", daemon=True).start()
+        with self._news:
+            self._news.wait_for(lambda: done.done() or self.lost is not None)
+        if not done.done():
+            assert self.lost is not None
+            raise self.lost
+        return done.result()
+
+    def _told(self, follower: _Follower, kind: type[Result]) -> Result:
+        message = follower.told.get()
+        if isinstance(message, Refused):
+            raise error_of(message.code, f"rank {follower.rank}: {message.message}")
+        if isinstance(message, kind):
+            return message
+        raise self.lost or RankLost(f"rank {follower.rank} said {type(message).__name__} out of turn")
+
+    # ------------------------------------------------------------------------------------------- orders
+
+    def plan(self, plan: StepPlan, checked: tuple[int, int] | None) -> None:
+        """Has all others execute a step. Called on one thread, like `copy`. Raises RankLost or RingBroken."""
+        self._put(codec.encode_plan(plan, checked))
+
+    def copy(
+        self, job: int, peer: str, xfer: int, after: int, source: Sequence[int], destination: Sequence[int]
+    ) -> None:
+        """Has all others copy pages, once step `after` is computed; each answers with `on_copied`."""
+        order = codec.CopyOrder(job, peer, xfer, after, len(source))
+        self._put(codec.encode_copy(order, source, destination))
+
+    def _put(self, parts: list[bytes]) -> None:
+        if self.lost is not None:
+            raise self.lost
+        self._ring.put(parts)
+
+    def failed_alike(self, step: int, exchanges: int) -> str:
+        """Whether a step that has failed here has failed in the same place everywhere; if not, why, in words."""
+        wanted = {(step, follower.rank) for follower in self._followers}
+        with self._news:
+            self._news.wait_for(lambda: self.lost is not None or wanted <= self.failures.keys(), SETTLE_S)
+            said = {rank: self.failures[step, rank] for _, rank in wanted if (step, rank) in self.failures}
+        for follower in self._followers:
+            news = said.get(follower.rank)
+            if news is None:
+                return self.lost.message if self.lost else f"rank {follower.rank} has not failed at step {step}"
+            if news.exchanges != exchanges:
+                return f"rank {follower.rank} has failed elsewhere in step {step}: {news.message}"
+        return ""
+
+    @property
+    def ranks(self) -> list[RankElsewhere]:
+        """Ranks 1 and up, for links and preflights, once they are ready."""
+        ready = zip(self._followers, self._ready, strict=True)
+        return [RankElsewhere(self, follower, known) for follower, known in ready]
+
+    # ------------------------------------------------------------------------------------------- calls
+
+    def ask(self, follower: Any, verb: str, arguments: tuple[Any, ...]) -> Future[Any]:
+        """Calls a method of a rank. The future fails with what it raised, or with PeerLost."""
+        future: Future[Any] = Future()
+        number = next(self._numbers)
+        with self._lock:
+            if follower.ended:
+                future.set_exception(PeerLost(f"rank {follower.rank} of this worker has ended"))
+                return future
+            follower.calls[number] = (verb, future)
+        with contextlib.suppress(PeerLost):  # its end answers the call
+            follower.channel.send(call(number, verb, arguments))
+        return future
+
+    # ------------------------------------------------------------------------------------------- the team's thread
+
+    def _run(self, begins: list[Begin], started: Future[None]) -> None:
+        try:
+            self._followers = [self._start(begin) for begin in begins]
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        self._ready: list[Ready] = []
+        started.set_result(None)
+        with selectors.DefaultSelector() as selector:
+            for follower in self._followers:
+                selector.register(follower.channel.sock, selectors.EVENT_READ, follower)
+            while selector.get_map():
+                for key, _ in selector.select(LOOK_S):
+                    if not self._hear(key.data):
+                        selector.unregister(key.fileobj)
+                        self._ended(key.data)
+
+    def _start(self, begin: Begin) -> _Follower:
+        ours, theirs = socket.socketpair()
+        ring = self._ring.fds(begin.rank - 1)
+        fds = [theirs.fileno(), self._lifeline.fd, *ring, *self.meeting.fds(begin.rank)]
+        argv = [sys.executable, "-P", "-m", "slipstream.ranks.follower", ",".join(map(str, fds))]
+        process = subprocess.Popen(argv, pass_fds=fds, stdin=subprocess.DEVNULL)
+        theirs.close()
+        channel = Channel(ours, ToLeader)
+        with contextlib.suppress(PeerLost):  # it has ended already, which its channel tells
+            channel.send(begin)
+        return _Follower(begin.rank, channel, process)
+
+    def _hear(self, follower: _Follower) -> bool:
+        """Takes one message; False at the end."""
+        try:
+            message = follower.channel.receive()
+        except msgspec.MsgspecError as error:
+            self._lose(RankLost(f"rank {follower.rank} said what is no message: {error}"))
+            return False
+        match message:
+            case None:
+                return False
+            case Opened() | Refused():
+                follower.told.put(message)
+            case Ready():
+                self._ready.append(message)
+                self._ready.sort(key=lambda ready: ready.exports.rank)
+                follower.told.put(message)
+            case Answer(number=number):
+                with self._lock:
+                    verb, future = follower.calls.pop(number)
+                try:
+                    future.set_result(result_of(verb, message))
+                except (SlipstreamError, msgspec.MsgspecError) as error:
+                    future.set_exception(error)
+            case Copied(job=job, error=error):
+                self._on_copied(job, follower.rank, error)
+            case StepFailed():
+                with self._news:
+                    self.failures[message.step, follower.rank] = message
+                    self._news.notify_all()
+            case Differs(step=step):
+                self._lose(RankLost(f"rank {follower.rank} has sampled other tokens than rank 0 in step {step}"))
+        return True
+
+    def _ended(self, follower: _Follower) -> None:
+        try:
+            code = follower.process.wait(END_S)
+        except subprocess.TimeoutExpired:  # its channel is closed, so it is of no use
+            follower.process.kill()
+            code = follower.process.wait()
+        with self._lock:
+            follower.ended = True
+            calls, follower.calls = list(follower.calls.values()), {}
+            expected = self._closing
+        if not expected:
+            device = f"rank {follower.rank} (pid {follower.process.pid})"
+            self._lose(RankLost(f"{device} of this worker {ended_how(code)}; a worker cannot go on without it"))
+        follower.told.put(None)
+        for _, future in calls:
+            future.set_exception(PeerLost(f"rank {follower.rank} of this worker has ended"))
+
+    def _lose(self, reason: RankLost) -> None:
+        with self._news:
+            if self.lost is not None or self._closing:
+                return
+            self.lost = reason
+            self._news.notify_all()
+        self._on_lost(reason)
+
+    # ------------------------------------------------------------------------------------------- the end
+
+    def close(self) -> None:
+        """Ends all other ranks: told to where they listen, by force otherwise. May be called twice."""
+        with self._lock:
+            again, self._closing = self._closing, True
+        if again:
+            return
+        if self.lost is None:
+            with contextlib.suppress(SlipstreamError):
+                self._ring.put(codec.encode_stop(), wait_s=1.0)
+        deadline = time.monotonic() + (END_S if self.lost is None else 0.0)
+        for follower in self._followers:
+            try:
+                follower.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                if self.lost is None:
+                    logger.warning("rank %d did not end in time; killing it", follower.rank)
+                follower.process.kill()
+                follower.process.wait()
+        self._thread.join()
+        for follower in self._followers:
+            follower.channel.close()
+        self._ring.close()
+        self._lifeline.close()
+        self.meeting.close()
+
+
+class RankElsewhere:
+    """A rank in a process of its own, as `transfer.rank.Rank`."""
+
+    def __init__(self, team: Team, follower: Any, ready: Ready) -> None:
+        self.exports: Exports = ready.exports
+        self.arrival, self.departure = asyncio.Lock(), asyncio.Lock()
+        self._team, self._follower = team, follower
+
+    async def _ask(self, verb: str, *arguments: Any) -> Any:
+        return await asyncio.wrap_future(self._team.ask(self._follower, verb, arguments))
+
+    async def admit(self, peer: str, theirs: list[Exports]) -> None:
+        await self._ask("admit", peer, theirs)
+
+    async def source_gone(self, peer: str) -> bool:
+        return await self._ask("source_gone", peer)
+
+    async def blank(self) -> Area:
+        return await self._ask("blank")
+
+    async def check(self, bytes: int, block: int, seed: int) -> str:
+        return await self._ask("check", bytes, block, seed)
+
+    async def candidates(self, theirs: Exports) -> Ranking:
+        return await self._ask("candidates", theirs)
+
+    async def open(self, peer: str, theirs: Exports, transport: str, moves: list[HeadMove]) -> None:
+        await self._ask("open", peer, theirs, transport, moves)
+
+    async def send_pattern(self, peer: str, rank: int, area: Area, seed: int) -> Sent:
+        return await self._ask("send_pattern", peer, rank, area, seed)
+
+    async def measure(self, peer: str, rank: int, area: Area, seed: int) -> Figures:
+        return await self._ask("measure", peer, rank, area, seed)
+
+    async def give_up(self, peer: str, rank: int) -> None:
+        await self._ask("give_up", peer, rank)
+
+    async def use(self, peer: str) -> None:
+        await self._ask("use", peer)
+
+    async def disconnect(self, peer: str) -> None:
+        await self._ask("disconnect", peer)
+
+
+def _logging() -> tuple[str, str]:
+    """How this process logs, for the others to do the same; an empty level where it has not been set up."""
+    from slipstream.logs import JsonFormatter
+
+    if not logging.getLogger().handlers:
+        return "", "text"
+    as_json = any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
+    level = logging.getLogger("slipstream").getEffectiveLevel()
+    return logging.getLevelName(level).lower(), "json" if as_json else "text"
+
+
+def close_inherited(fds: Sequence[int]) -> None:
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)
