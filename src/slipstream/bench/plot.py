@@ -73,11 +73,11 @@ def draw(panels: Sequence[Panel], path: Path, *, title: str = "", note: str = ""
     width, height = PANEL_INCHES
     with rc_context({"svg.hashsalt": "slipstream", "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(width * columns, height * rows + 0.8), layout="constrained")
-        axes = figure.subplots(rows, columns, squeeze=False).flat
+        axes = list(figure.subplots(rows, columns, squeeze=False).flat)
         colours = _colours(panels)
         for panel, place in zip(panels, axes, strict=False):
             _panel(place, panel, colours)
-        for place in list(axes)[len(panels) :]:
+        for place in axes[len(panels) :]:
             place.set_axis_off()
         _legend(figure, panels, colours)
         if title:

@@ -279,6 +279,7 @@ def parse_size(text: str) -> int:
 @click.option("--depth", default=4, show_default=True, help="Batches under way at once in the figure `in flight`.")
 @click.option("--logs", type=click.Path(path_type=Path), default=None, help="Folder for the processes' output.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), default=None, help="Write the results here.")
+@click.option("--plot", type=click.Path(path_type=Path), default=None, help="Draw the results here (PNG, SVG, PDF).")
 def command(
     engines: str,
     memory: str,
@@ -292,11 +293,17 @@ def command(
     depth: int,
     logs: Path | None,
     json_path: Path | None,
+    plot: Path | None,
 ) -> None:
     import tempfile
 
+    from slipstream.bench.plot import check_path
+    from slipstream.bench.transfer_plot import plot_transfer
+
     console = Console(width=None if sys.stdout.isatty() else 140)
     try:
+        if plot:
+            check_path(plot)
         sides = tuple(memory.split(",")) if memory else default_memory()
         if len(sides) != 2:
             raise ConfigError(f"--memory takes two sides, such as cpu,cpu or cuda:0,cuda:1, not {memory!r}")
@@ -316,11 +323,13 @@ def command(
             folder = logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-bench-")))
             folder.mkdir(parents=True, exist_ok=True)
             report = run(options, folder, lambda text: print(text, flush=True))
+        print_transfer(report, console)
+        if json_path:
+            write_json(report, json_path)
+        if plot:
+            plot_transfer(report, plot)
     except SlipstreamError as error:
         raise click.ClickException(error.message) from error
-    print_transfer(report, console)
-    if json_path:
-        write_json(report, json_path)
 
 
 if __name__ == "__main__":
