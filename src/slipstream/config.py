@@ -193,7 +193,11 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A whole cluster on this machine: which workers on which devices, and how it starts, heals and ends."""
 
     prefill: Annotated[
-        str, Meta(description="Prefill workers of `serve`: a count (`2`) or devices (`cpu`, `2xcpu`, `cuda:0,1`).")
+        str,
+        Meta(
+            description="Prefill workers of `serve`: a count (`2`) or devices (`cpu`, `2xcpu`, `cuda:0,1`, "
+            "`tp2@cuda:2,3`)."
+        ),
     ] = ""
     decode: Annotated[str, Meta(description="Decode workers of `serve`, written like --prefill.")] = ""
     both: Annotated[str, Meta(description="Workers of `serve` for both roles, written like --prefill.")] = ""

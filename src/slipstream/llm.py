@@ -73,7 +73,7 @@ class LLM:
             both = 0 if prefill or decode else 1
         engine, transfer = _configs(model, settings)
         machine = this_machine()
-        placements = place(machine, str(prefill or ""), str(decode or ""), str(both), engine.device)
+        placements = place(machine, str(prefill or ""), str(decode or ""), str(both), engine.device, engine.tp)
         refuse_idle_transport(placements, transfer.transport)
         self._closing = ExitStack()
         self._finalizer = weakref.finalize(self, self._closing.close)
@@ -86,12 +86,12 @@ class LLM:
 
     def _start(self, engine: EngineConfig, transfer: TransferConfig, placements: list[Placement], cores: int) -> None:
         self._tokenizer = load_tokenizer(engine.model, engine.tokenizer)
-        threads = engine.threads or max(1, cores // len(placements))
+        threads = engine.threads or max(1, cores // sum(placement.tp for placement in placements))
         self._workers: list[Worker] = []
         self._closing.callback(_stop_all, self._workers)
         neighbours = Neighbourhood()
         for placement in placements:
-            config = msgspec.structs.replace(engine, device=placement.device, threads=threads)
+            config = msgspec.structs.replace(engine, device=placement.device, tp=placement.tp, threads=threads)
             role = WorkerConfig(role=placement.role, name=placement.name)
             worker = Worker(config, role, transfer, neighbours=neighbours)
             worker.start()

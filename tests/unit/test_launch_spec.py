@@ -18,8 +18,8 @@ def server(gpus: int) -> Machine:
     return Machine(cores=16, gpus=tuple(Gpu(i, NAMES[i], "H200", 140 << 30) for i in range(gpus)))
 
 
-def devices(machine: Machine, prefill="", decode="", both="", device="auto") -> dict[str, str]:
-    return {p.name: p.device for p in place(machine, prefill, decode, both, device)}
+def devices(machine: Machine, prefill="", decode="", both="", device="auto", tp=1) -> dict[str, str]:
+    return {p.name: p.device for p in place(machine, prefill, decode, both, device, tp)}
 
 
 def test_without_gpus_one_cpu_worker_prefills_and_one_decodes():
@@ -69,6 +69,48 @@ def test_specs(specs, expected):
     assert list(devices(server(4), **specs).values()) == expected
 
 
+def ranks(machine: Machine, prefill="", decode="", both="", device="auto", tp=1) -> list[tuple[str, str, int]]:
+    return [(p.name, p.device, p.tp) for p in place(machine, prefill, decode, both, device, tp)]
+
+
+@pytest.mark.parametrize(
+    ("specs", "expected"),
+    [
+        (
+            {"prefill": "tp2@cuda:0,cuda:1", "decode": "cuda:2"},
+            [("prefill-0", "cuda:0,cuda:1", 2), ("decode-0", "cuda:2", 1)],
+        ),
+        (
+            {"prefill": "tp2@0,1", "decode": "tp2@2,3"},
+            [("prefill-0", "cuda:0,cuda:1", 2), ("decode-0", "cuda:2,cuda:3", 2)],
+        ),
+        ({"both": "tp2@cuda:0-3"}, [("both-0", "cuda:0,cuda:1", 2), ("both-1", "cuda:2,cuda:3", 2)]),
+        ({"both": "tp2@cuda:0,1,cuda:3"}, [("both-0", "cuda:0,cuda:1", 2), ("both-1", "cuda:3", 1)]),
+        ({"both": "cuda:3,tp2@cuda:1,0"}, [("both-0", "cuda:3", 1), ("both-1", "cuda:1,cuda:0", 2)]),
+        ({"both": "tp2@GPU-aa,GPU-c"}, [("both-0", "cuda:0,cuda:3", 2)]),
+        ({"both": "tp4@cuda:0-3"}, [("both-0", "cuda:0,cuda:1,cuda:2,cuda:3", 4)]),
+        ({"both": "2xtp2@cuda:0,1"}, [("both-0", "cuda:0,cuda:1", 2), ("both-1", "cuda:0,cuda:1", 2)]),
+        ({"prefill": "tp2", "decode": "1"}, [("prefill-0", "cuda:0,cuda:1", 2), ("decode-0", "cuda:2", 1)]),
+        ({"prefill": "1", "decode": "tp2@0,1"}, [("prefill-0", "cuda:2", 1), ("decode-0", "cuda:0,cuda:1", 2)]),
+        ({"prefill": "tp2@cpu", "decode": "cpu"}, [("prefill-0", "cpu", 2), ("decode-0", "cpu", 1)]),
+        ({"both": "2xtp2@cpu,cpu"}, [("both-0", "cpu", 2), ("both-1", "cpu", 2), ("both-2", "cpu", 1)]),
+        ({"tp": 2}, [("prefill-0", "cuda:0,cuda:1", 2), ("decode-0", "cuda:2,cuda:3", 2)]),
+        ({"tp": 3}, [("both-0", "cuda:0,cuda:1,cuda:2", 3)]),
+        ({"tp": 2, "prefill": "cuda:0,1"}, [("prefill-0", "cuda:0,cuda:1", 2), ("decode-0", "cuda:2,cuda:3", 2)]),
+        ({"tp": 2, "prefill": "tp1@0", "decode": "1"}, [("prefill-0", "cuda:0", 1), ("decode-0", "cuda:1,cuda:2", 2)]),
+        ({"tp": 2, "device": "cuda:2,cuda:3"}, [("both-0", "cuda:2,cuda:3", 2)]),
+        ({"tp": 2, "device": "cpu"}, [("prefill-0", "cpu", 2), ("decode-0", "cpu", 2)]),
+    ],
+)
+def test_specs_of_workers_with_several_ranks(specs, expected):
+    assert ranks(server(4), **specs) == expected
+
+
+def test_on_a_machine_without_gpus_ranks_share_the_cpu():
+    assert ranks(LAPTOP, prefill="tp2", decode="1") == [("prefill-0", "cpu", 2), ("decode-0", "cpu", 1)]
+    assert ranks(LAPTOP, tp=2) == [("prefill-0", "cpu", 2), ("decode-0", "cpu", 2)]
+
+
 @pytest.mark.parametrize(
     ("machine", "specs", "expected"),
     [
@@ -99,7 +141,15 @@ def test_a_phase_that_is_left_out_gets_one_worker(machine, specs, expected):
         (server(2), {"both": "0,7"}, ("--both 0,7", "no cuda:7")),
         (server(4), {"both": "cuda:3-1"}, ("runs backwards",)),
         (server(4), {"both": "GPU-a"}, ("names 2 GPUs",)),
-        (server(4), {"both": "tp2@cuda:0,1"}, ("tensor parallel", "not built yet")),
+        (server(4), {"both": "tp2@cuda:0"}, ("a worker of 2 tensor-parallel ranks", "only cuda:0", "tp2@cuda:0-1")),
+        (server(4), {"both": "tp2@cuda:0-2"}, ("only cuda:2 is left",)),
+        (server(4), {"both": "tp2@cuda:0,cpu"}, ("only cuda:0 is left",)),
+        (server(4), {"both": "tp2@0,0"}, ("2 ranks needs as many different GPUs",)),
+        (server(4), {"both": "tp0@cpu"}, ("1 to 64", "not 0")),
+        (server(4), {"both": "tp2@"}, ("neither a count nor a device",)),
+        (server(4), {"prefill": "tp4", "decode": "1"}, ("--decode 1", "only 0 GPU")),
+        (server(2), {"both": "2xtp2"}, ("--both 2 with 2 ranks each", "only 2 GPU")),
+        (server(4), {"both": "1", "device": "cuda:1", "tp": 2}, ("2 ranks does not fit", "cuda:1")),
         (server(4), {"both": "cuda:"}, ("no GPU number",)),
         (server(4), {"both": "cpu,,cpu"}, ("--both",)),
         (LAPTOP, {"prefill": "2", "decode": "0"}, ("only prefill workers", "--decode 1")),

@@ -9,7 +9,15 @@ import click
 
 from slipstream import logs
 from slipstream.cli.options import SettingsCommand, find_model, resolve
-from slipstream.config import EngineConfig, FrontConfig, LaunchConfig, RouterConfig, TransferConfig, WorkerConfig
+from slipstream.config import (
+    EngineConfig,
+    FrontConfig,
+    LaunchConfig,
+    ObserveConfig,
+    RouterConfig,
+    TransferConfig,
+    WorkerConfig,
+)
 from slipstream.settings import SERVE
 
 
@@ -26,6 +34,7 @@ def command(model_argument: str | None, **options: Any) -> None:
       cpu, 2xcpu     one or two workers on the CPU
       cuda:0,1       two workers, one GPU each (0,1 is the same)
       2xcuda:0       two workers that share GPU 0
+      tp2@cuda:0,1   one worker of two tensor-parallel ranks
     Without any of them half of the GPUs prefill and half decode; one GPU does both; without GPUs one CPU worker
     prefills and one decodes.
     """
@@ -46,10 +55,11 @@ def command(model_argument: str | None, **options: Any) -> None:
         router=resolved.config(RouterConfig),
         front=front,
         launch=resolved.config(LaunchConfig),
+        observe=resolved.config(ObserveConfig),
     )
     machine = this_machine()
     launch = config.launch
-    placements = place(machine, launch.prefill, launch.decode, launch.both, config.engine.device)
+    placements = place(machine, launch.prefill, launch.decode, launch.both, config.engine.device, config.engine.tp)
     find_model(config.engine)
     chats = load_tokenizer(config.engine.model, config.engine.tokenizer).chat_template is not None
     sys.exit(Cluster(config, placements, machine, chats=chats).run())

@@ -59,9 +59,7 @@ def child_environment(environment: Mapping[str, str], **extra: str) -> dict[str,
 def router_spec(config: ClusterConfig, *, port: int, listen_fd: int, parent_fd: int) -> ChildSpec:
     """The router and front. It listens on `listen_fd`; `port` is that socket's."""
     front = msgspec.structs.replace(config.front, port=port)
-    flags = to_flags(
-        ROUTER, config.router, front, config.observe, config.launch, config.engine, skip=("api_key",)
-    )
+    flags = to_flags(ROUTER, config.router, front, config.observe, config.launch, config.engine, skip=("api_key",))
     argv = [*INTERPRETER, "router", *flags, "--listen-fd", str(listen_fd), "--parent-fd", str(parent_fd)]
     secret = {PREFIX + "API_KEY": config.front.api_key} if config.front.api_key else {}
     return ChildSpec(ROUTER_NAME, argv, child_environment(os.environ, **secret), (listen_fd,))
@@ -78,32 +76,30 @@ def worker_specs(
     config: ClusterConfig, placements: Sequence[Placement], machine: Machine, *, router_url: str, parent_fd: int
 ) -> dict[str, ChildSpec]:
     """The workers by name."""
-    sharing = Counter(placement.device for placement in placements)
+    sharing = Counter(device for placement in placements for device in placement.devices)
     threads = config.engine.threads or threads_each(machine.cores, sharing["cpu"])
     specs: dict[str, ChildSpec] = {}
     for placement in placements:
-        engine = msgspec.structs.replace(config.engine, device=placement.device)
+        engine = msgspec.structs.replace(config.engine, device=placement.device, tp=placement.tp)
         if placement.on_cpu:
             engine = msgspec.structs.replace(engine, threads=threads)
         else:
-            share = config.engine.mem_fraction / sharing[placement.device]
+            share = config.engine.mem_fraction / max(sharing[device] for device in placement.devices)
             engine = msgspec.structs.replace(engine, mem_fraction=round(share, 4))
         worker = msgspec.structs.replace(config.worker, role=placement.role, name=placement.name, join=router_url)
         log = msgspec.structs.replace(
             FrontConfig(), log_level=config.front.log_level, log_format=config.front.log_format
         )
-        flags = to_flags(
-            WORKER, worker, engine, config.transfer, log, config.observe, config.launch, skip=("model",)
-        )
+        flags = to_flags(WORKER, worker, engine, config.transfer, log, config.observe, config.launch, skip=("model",))
         argv = [*INTERPRETER, "worker", engine.model, *flags, "--parent-fd", str(parent_fd)]
         secret = {PREFIX + "API_KEY": config.front.api_key} if config.front.api_key else {}
         specs[placement.name] = ChildSpec(placement.name, argv, child_environment(os.environ, **secret))
     return specs
 
 
-def threads_each(cores: int, cpu_workers: int) -> int:
-    """Compute threads of each CPU worker; 0 leaves it to the worker when it is the only one."""
-    return max(1, cores // cpu_workers) if cpu_workers > 1 else 0
+def threads_each(cores: int, cpu_ranks: int) -> int:
+    """Compute threads of each rank on the CPU; 0 leaves it to the worker when it is the only one."""
+    return max(1, cores // cpu_ranks) if cpu_ranks > 1 else 0
 
 
 def with_port(spec: ChildSpec, port: int) -> ChildSpec:
