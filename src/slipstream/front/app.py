@@ -13,7 +13,9 @@ import hmac
 import logging
 from collections.abc import Awaitable, Callable
 
-from slipstream.config import FrontConfig
+from prometheus_client import CollectorRegistry
+
+from slipstream.config import FrontConfig, ObserveConfig
 from slipstream.errors import (
     ClientGone,
     EngineFailure,
@@ -31,6 +33,7 @@ from slipstream.front.exchange import Exchange, Receive, Scope, Send
 from slipstream.front.generate import Generator
 from slipstream.front.metrics import FrontMetrics
 from slipstream.front.service import TokenizerService
+from slipstream.telemetry.compat import Compat
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +50,18 @@ class FrontApp:
     The router is started and stopped by whoever made it; the metrics go into its registry.
     """
 
-    def __init__(self, backend: Backend, service: TokenizerService, config: FrontConfig) -> None:
+    def __init__(
+        self, backend: Backend, service: TokenizerService, config: FrontConfig, observe: ObserveConfig
+    ) -> None:
         self.metrics = FrontMetrics()
         backend.metrics_registry.register(self.metrics)
         self.generator = Generator(backend, service, config, self.metrics)
         self._admin = Admin(backend, service, config, self.generator)
+        if observe.metrics_compat != "none":
+            natives = backend.metrics_registry.collect
+            identity = lambda: (self.metrics.model, "both")  # noqa: E731
+            self._admin.registries.append(CollectorRegistry())
+            self._admin.registries[-1].register(Compat(observe.metrics_compat, "front", natives, identity))
         self._dashboard = Dashboard(backend, config.api_key, self._admin.reasons, self.metrics.collect)
         self._open = OPEN_PATHS | self._dashboard.open_paths
         self._backend = backend
@@ -169,7 +179,7 @@ class FrontApp:
                     self._loading.cancel()
                     with contextlib.suppress(asyncio.CancelledError):
                         await self._loading
-                self._dashboard.stop()
+                await self._dashboard.stop()
                 self._service.close()
                 await send({"type": "lifespan.shutdown.complete"})
                 return
@@ -232,10 +242,15 @@ def _wrong_method(exchange: Exchange, methods: dict[str, Handler] | dict[str, Na
     return MethodNotAllowed(f"{exchange.path} takes {' or '.join(methods)}, not {exchange.method}")
 
 
-def create_app(router: Backend, tokenizer: TokenizerService, config: FrontConfig | None = None) -> FrontApp:
+def create_app(
+    router: Backend,
+    tokenizer: TokenizerService,
+    config: FrontConfig | None = None,
+    observe: ObserveConfig | None = None,
+) -> FrontApp:
     """The ASGI application of a front before this router.
 
     The tokenizer is loaded when the application starts (at once if the service knows its model, else when the first
     worker has named it). Starting and stopping the router is the caller's.
     """
-    return FrontApp(router, tokenizer, config or FrontConfig())
+    return FrontApp(router, tokenizer, config or FrontConfig(), observe or ObserveConfig())

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from slipstream.front.dashboard.snapshot import overlay
+from slipstream.front.dashboard.watch import end
 from slipstream.topo import choose, probe
 from slipstream.topo.draw import svg
 from slipstream.topo.graph import Machine
@@ -41,9 +42,8 @@ class Drawing:
         if self._reading is None:
             self._reading = asyncio.create_task(self._read(), name="dashboard machine")
 
-    def stop(self) -> None:
-        if self._reading is not None:
-            self._reading.cancel()
+    async def stop(self) -> None:
+        await end(self._reading)
 
     def version(self, workers: list[dict[str, Any]]) -> str:
         """Changes when the drawing does; "" while the machine is being read."""
@@ -89,9 +89,8 @@ class Findings:
         if self._running is None or self._running.done():
             self._running = asyncio.create_task(self._run(url), name="dashboard doctor")
 
-    def stop(self) -> None:
-        if self._running is not None:
-            self._running.cancel()
+    async def stop(self) -> None:
+        await end(self._running)
 
     def view(self) -> dict[str, Any]:
         running = self._running is not None and not self._running.done()
@@ -129,7 +128,8 @@ class Findings:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
-        if process.returncode not in (0, 1):
+                await process.wait()
+        if process.returncode not in (0, 1) or not output.strip():
             last = deque(errors.decode(errors="replace").strip().splitlines(), maxlen=1)
             raise OSError(last[0] if last else f"it ended with {process.returncode}")
         return output

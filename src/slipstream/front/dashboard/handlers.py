@@ -6,6 +6,7 @@ anywhere else, run no code but its own files, and be shown in no frame: its cont
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Callable, Iterable
 from importlib import resources
@@ -62,10 +63,9 @@ class Dashboard:
         """On the running event loop."""
         self._watch.start()
 
-    def stop(self) -> None:
-        self._watch.stop()
-        self._drawing.stop()
-        self._findings.stop()
+    async def stop(self) -> None:
+        """Ends everything that runs for the page, doctor's process too."""
+        await asyncio.gather(self._watch.stop(), self._drawing.stop(), self._findings.stop())
 
     # ------------------------------------------------------------------------------------------ the page
 

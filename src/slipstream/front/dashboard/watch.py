@@ -117,10 +117,8 @@ class Watch:
     def start(self) -> None:
         self._sampling = asyncio.create_task(self._sample(), name="dashboard history")
 
-    def stop(self) -> None:
-        for task in (self._sampling, self._taking):
-            if task is not None:
-                task.cancel()
+    async def stop(self) -> None:
+        await end(self._sampling, self._taking)
 
     async def snapshot(self) -> Snapshot:
         """One that is fresh."""
@@ -254,6 +252,14 @@ def _growth(before: Samples, after: Samples, metric: str, labels: Labels | None)
         return None
     growth = now - (before.total(metric, labels) or 0.0)
     return growth if growth >= 0 else None
+
+
+async def end(*tasks: asyncio.Task[Any] | None) -> None:
+    """Cancels what runs and waits until it has ended."""
+    running = [task for task in tasks if task is not None]
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
 
 
 async def _ask(url: str) -> Reading:
