@@ -160,7 +160,10 @@ class Adopted(Message):
 
 
 class RouteReport(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What a preflight found for one (source rank, destination rank): the chosen transport, and why no better one."""
+    """What a preflight found for one (source rank, destination rank): the chosen transport, and why no better one.
+
+    `rdma`: whether both ranks have a device that can carry data, which decides what is better.
+    """
 
     peer: str
     transport: str
@@ -169,6 +172,7 @@ class RouteReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     source_rank: int = 0
     destination_rank: int = 0
     rejected: dict[str, str] = {}
+    rdma: bool = False
     error: str = ""
 
 

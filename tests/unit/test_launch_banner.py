@@ -60,11 +60,20 @@ def test_the_line_to_try_names_the_key_but_not_its_value():
 
 
 def test_ways_between_gpus_are_not_explained_where_there_is_none():
-    route = Route(peer="d", transport="shm", rejected={"cuda_ipc": "here: it moves memory of GPUs", "nixl": "absent"})
+    reasons = {"cuda_ipc": "here: it moves memory of GPUs", "shm": "another namespace"}
+    route = Route(peer="d", transport="tcp", rejected=reasons)
     on_cpu = shown(member("p", "prefill", route), member("d", "decode"))
-    assert "not nixl: absent" in on_cpu
+    assert "not shm: another namespace" in on_cpu
     assert "cuda_ipc" not in on_cpu
     assert "not cuda_ipc" in shown(member("p", "prefill", route), member("d", "decode", device="cuda:0 (H200)"))
+
+
+def test_only_ways_that_would_be_better_are_explained():
+    reasons = {"local": "another process", "nixl": "absent", "mooncake": "absent"}
+    over_nvlink = Route(peer="d", transport="cuda_ipc", rejected=reasons)
+    assert "not " not in shown(member("p", "prefill", over_nvlink), member("d", "decode", device="cuda:0 (H200)"))
+    over_tcp = Route(peer="d", transport="tcp", rejected=reasons, rdma=True)
+    assert "not nixl: absent" in shown(member("p", "prefill", over_tcp), member("d", "decode"))
 
 
 def test_no_route_at_all_has_its_reasons_once_each():

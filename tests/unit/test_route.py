@@ -22,9 +22,10 @@ from slipstream.kv.pool import HostPool
 from slipstream.stream import Link
 from slipstream.transfer import pattern
 from slipstream.transfer.agent import CopyJob, TransferAgent
+from slipstream.transfer.order import AUTOMATIC, RDMA, better, nearest_first
 from slipstream.transfer.peer import DestinationProbes, open_as_source, source_gone
 from slipstream.transfer.rank import RankHere
-from slipstream.transfer.route import AUTOMATIC, process_id, rank
+from slipstream.transfer.route import process_id, rank
 from slipstream.transfer.transports import load, load_all
 from slipstream.transfer.transports.base import Context, Description, Exports, Runs, Transport
 from slipstream.transfer.transports.local import Neighbourhood
@@ -115,6 +116,19 @@ def test_an_explicit_choice_is_the_only_candidate() -> None:
     ranking = rank(exports(), exports(), AUTOMATIC, {}, "tcp")
     assert ranking.candidates == ("tcp",)
     assert ranking.rejected == {}
+
+
+def test_packages_are_better_than_tcp_only_where_both_ends_have_rdma() -> None:
+    reasons = dict.fromkeys(AUTOMATIC, "because")
+    assert list(better("tcp", reasons, rdma=True)) == ["cuda_ipc", "shm", *RDMA]
+    assert list(better("tcp", reasons, rdma=False)) == ["cuda_ipc", "shm"]
+    assert list(better("nixl", reasons, rdma=False)) == ["cuda_ipc", "shm", "tcp"]
+    assert better("local", reasons, rdma=True) == better("cuda_ipc", reasons, rdma=True) == {}
+    assert set(better("none", reasons, rdma=True)) == set(AUTOMATIC) - {"local"}
+
+
+def test_both_orders_have_every_transport_once() -> None:
+    assert sorted(nearest_first(True)) == sorted(nearest_first(False)) == sorted(AUTOMATIC)
 
 
 @pytest.mark.parametrize(

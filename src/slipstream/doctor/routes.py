@@ -16,10 +16,10 @@ import msgspec
 
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.topo.choose import Pair, Plan
+from slipstream.transfer.order import better
 
 ANSWER_S = 3.0
 _WIDTH = 110
-_FASTEST_FIRST = ("local", "cuda_ipc", "shm", "nixl", "mooncake", "tcp")  # as transfer.route tries them
 
 
 class Unreachable(SlipstreamError):
@@ -27,7 +27,8 @@ class Unreachable(SlipstreamError):
 
 
 class Route(msgspec.Struct, kw_only=True):
-    """One measured route: `rejected` has the reason against each other transport, `error` why there is no route."""
+    """One measured route: `rejected` has the reason against each other transport, `rdma` says whether both ends have a
+    device for it, `error` why there is no route."""
 
     peer: str
     transport: str = ""
@@ -36,6 +37,7 @@ class Route(msgspec.Struct, kw_only=True):
     source_rank: int = 0
     destination_rank: int = 0
     rejected: dict[str, str] = {}
+    rdma: bool = False
     error: str = ""
 
 
@@ -125,7 +127,7 @@ def measured(body: bytes, url: str) -> str:
             rows.append(
                 (pair, ranks, route.transport, f"{route.gb_per_s:.2f} GB/s", f"{route.latency_us:.0f} µs", "verified")
             )
-            for name, reason in better(route):
+            for name, reason in better(route.transport, route.rejected, route.rdma).items():
                 notes.setdefault(f"not {name}: {reason.removeprefix('here: ')}", []).append(pair)
     if len(rows) == 1:
         who = ", ".join(f"{worker.name or worker.url} ({worker.role}, {worker.state})" for worker in workers)
@@ -134,15 +136,6 @@ def measured(body: bytes, url: str) -> str:
         f"{note}" if len(pairs) == len(rows) - 1 else f"{', '.join(pairs)}: {note}" for note, pairs in notes.items()
     ]
     return "\n".join([table(rows), *(["", "Why nothing better"] if lines else []), *map(_wrap, lines)])
-
-
-def better(route: Route) -> list[tuple[str, str]]:
-    """The transports that come before the one in use, each with the reason against it. `local` joins workers inside
-    one process and is never missed."""
-    known = [name for name in _FASTEST_FIRST if name in route.rejected and name != "local"]
-    if route.transport in _FASTEST_FIRST:
-        known = [name for name in known if _FASTEST_FIRST.index(name) < _FASTEST_FIRST.index(route.transport)]
-    return [(name, route.rejected[name]) for name in known]
 
 
 def measured_json(body: bytes) -> str:

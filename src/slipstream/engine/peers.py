@@ -26,8 +26,8 @@ from slipstream.engine.loop import Event
 from slipstream.errors import LayoutMismatch, PeerLost, SlipstreamError
 from slipstream.stream import Link
 from slipstream.transfer import peer as handshake
+from slipstream.transfer.order import better
 from slipstream.transfer.rank import Rank
-from slipstream.transfer.route import AUTOMATIC
 from slipstream.transfer.transports.base import Exports
 
 logger = logging.getLogger(__name__)
@@ -166,9 +166,8 @@ class Peers:
 
     def _better(self, report: wire.RouteReport) -> dict[str, str]:
         """Why the transports that rank before the chosen one were not taken; those for GPUs only where there is one."""
-        ranks = {name: place for place, name in enumerate(AUTOMATIC) if self._kind == "cuda" or name != "cuda_ipc"}
-        chosen = ranks.get(report.transport, len(ranks))
-        return {name: reason for name, reason in report.rejected.items() if ranks.get(name, chosen) < chosen}
+        known = better(report.transport, report.rejected, report.rdma)
+        return {name: reason for name, reason in known.items() if self._kind == "cuda" or name != "cuda_ipc"}
 
     async def _introduce(self, link: Link) -> tuple[wire.WorkerInfo, str, list[wire.RouteReport]]:
         hello = wire.Hello(

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from slipstream.transfer.order import better
 from slipstream.types import Role
 
 
@@ -22,6 +23,7 @@ class Route(msgspec.Struct, kw_only=True):
     gb_per_s: float = 0.0
     latency_us: float = 0.0
     rejected: dict[str, str] = {}
+    rdma: bool = False
     error: str = ""
 
 
@@ -127,17 +129,11 @@ def _how(routes: Sequence[tuple[Member, Member, Route | None]], width: int) -> s
             gpus = any(device.startswith("cuda") for m in (source, destination) for device in m.devices)
             notes += [
                 f"not {name}: {reason.removeprefix('here: ')}"
-                for name, reason in route.rejected.items()
-                if _explains(name, reason, gpus)
+                for name, reason in better(route.transport, route.rejected, route.rdma).items()
+                if gpus or name != "cuda_ipc"
             ]
     wrapped = [textwrap.fill(note, width, subsequent_indent="    ") for note in dict.fromkeys(notes)]
     return "\n".join([_table(rows, right=(2, 3)), *wrapped])
-
-
-def _explains(name: str, reason: str, gpus: bool) -> bool:
-    """Whether a reader learns something: not from `local`, which is for workers in one process, nor from what this
-    version does not have, nor of ways between GPUs where neither side has one."""
-    return name != "local" and "this version" not in reason and (gpus or not name.startswith("cuda"))
 
 
 def _table(rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:

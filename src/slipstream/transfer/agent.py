@@ -29,9 +29,8 @@ from slipstream.errors import PeerLost, RouteUnavailable, TransferError
 from slipstream.kv.layout import KVLayout
 from slipstream.transfer.copies import HeadMove, HeadRange, head_moves
 from slipstream.transfer.job import CopyJob, HostMemory, ProbeMemory, Route, runs_of
+from slipstream.transfer.order import AUTOMATIC, RDMA
 from slipstream.transfer.route import (
-    AUTOMATIC,
-    RDMA,
     Ranking,
     machine_id,
     process_id,

@@ -124,6 +124,7 @@ class _Preflight:
                 source_rank=rank.exports.rank,
                 destination_rank=theirs.rank,
                 rejected=rejected,
+                rdma=rank.exports.rdma and theirs.rdma,
             )
         raise RouteUnavailable(unavailable(self._wanted, rejected))
 

@@ -3,9 +3,6 @@
 This is the part that needs no try: what both sides say about themselves. Whether a candidate really works, its
 preflight shows (`transfer.peer`), which falls to the next one when it does not. A transport that the user named is the
 only candidate; if it cannot serve, that is an error, never a reason to take another one.
-
-Between machines, nixl and mooncake come first where both sides have an RDMA device that can carry data. Elsewhere they
-would use sockets too, and move fewer bytes than our own tcp, with more of the processor (docs/transfer.md).
 """
 
 from __future__ import annotations
@@ -19,13 +16,8 @@ from typing import NamedTuple
 from slipstream.errors import RouteUnavailable
 from slipstream.topo import probe
 from slipstream.topo.tree import FolderTree
+from slipstream.transfer.order import SAME_MACHINE, SAME_PROCESS, nearest_first
 from slipstream.transfer.transports.base import Exports
-
-SAME_PROCESS = ("local",)
-SAME_MACHINE = ("cuda_ipc", "shm")
-RDMA = ("nixl", "mooncake")
-ANYWHERE = (*RDMA, "tcp")
-AUTOMATIC = SAME_PROCESS + SAME_MACHINE + ANYWHERE
 
 
 class Ranking(NamedTuple):
@@ -54,11 +46,6 @@ def rank(
     if not candidates:
         raise RouteUnavailable(unavailable(wanted, rejected))
     return Ranking(tuple(candidates), rejected)
-
-
-def nearest_first(rdma: bool) -> tuple[str, ...]:
-    """All transports in the order of trying; `rdma`: whether both sides have a device for it."""
-    return AUTOMATIC if rdma else (*(name for name in AUTOMATIC if name not in RDMA), *RDMA)
 
 
 def usable_nics() -> list[str]:

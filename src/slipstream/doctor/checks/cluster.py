@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from slipstream.doctor.case import Case, some
-from slipstream.doctor.routes import Member, Route, better
+from slipstream.doctor.routes import Member, Route
 from slipstream.doctor.verdict import Remedy, Verdict, absent, check, fail, ok, warn
+from slipstream.transfer.order import better
 
 _NONE = "no running slipstream (give --url)"
 _REACH = ("cluster.reachable",)
@@ -134,7 +135,9 @@ def routes(case: Case) -> Verdict:
         worker, route = slow[0]
         return warn(
             f"{_name(worker)} -> {route.peer} goes over {route.transport}, {route.gb_per_s:.2f} GB/s; "
-            + "; ".join(f"not {name}: {reason}" for name, reason in better(route)),
+            + "; ".join(
+                f"not {name}: {reason}" for name, reason in better(route.transport, route.rejected, route.rdma).items()
+            ),
             wanted="shm or cuda_ipc between workers of one machine",
             why="tcp copies several times and takes CPU from the model",
             remedy="start both workers in one IPC and PID namespace, with --transport auto",
