@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slipstream.model.layers import Linear
 from slipstream.model.llama import Llama
 from slipstream.run.cuda.inputs import DecodeColumns, MixedColumns
 from slipstream.run.cuda.ops import Ops
@@ -26,7 +27,17 @@ class Scratch:
         self.attended = torch.empty(rows, config.heads * config.head_dim, **place)
         self.activated = torch.empty(rows, config.intermediate, **place)
         self.logits = torch.empty(rows, config.vocab, **place)
+        self.part = torch.empty(rows, model.shard.vocab.size, **place) if model.shard.size > 1 else self.logits
         self.chosen = torch.empty(rows, dtype=torch.int64, device=model.device)
+
+
+def add_sum(model: Llama, ops: Ops, part: Tensor, linear: Linear, x: Tensor) -> None:
+    """x += linear(part), where every rank has a part of the features; rank 0 alone brings what is in x already."""
+    if model.parallel.rank == 0:
+        ops.add_project(part, linear, x)
+    else:
+        ops.project(part, linear, x)
+    model.parallel.reduce(x)
 
 
 def decode(model: Llama, ops: Ops, step: DecodeColumns, scratch: Scratch) -> None:
@@ -38,10 +49,14 @@ def decode(model: Llama, ops: Ops, step: DecodeColumns, scratch: Scratch) -> Non
     for layer in model.layers:
         ops.project(x, layer.qkv, qkv, layer.input_norm)
         ops.decode_attention(layer, qkv, attended, step)
-        ops.add_project(attended, layer.output, x)
+        add_sum(model, ops, attended, layer.output, x)
         ops.gated(x, layer.gate_up, activated, layer.mlp_norm)
-        ops.add_project(activated, layer.down, x)
-    ops.project(x, model.head, logits, model.norm)
+        add_sum(model, ops, activated, layer.down, x)
+    if model.shard.size == 1:
+        ops.project(x, model.head, logits, model.norm)
+    else:
+        part = ops.project(x, model.head, scratch.part[:rows], model.norm)
+        logits.copy_(model.gathered(part))
     torch.argmax(logits, -1, out=scratch.chosen[:rows])
 
 
@@ -59,7 +74,7 @@ def mixed(model: Llama, ops: Ops, step: MixedColumns) -> Tensor:
             ops.decode_attention(layer, qkv[:decodes], attended[:decodes], step.decode)
         if step.longest:
             ops.prefill_attention(layer, qkv[decodes:], attended[decodes:], step)
-        ops.add_project(attended, layer.output, x)
+        add_sum(model, ops, attended, layer.output, x)
         ops.gated(x, layer.gate_up, activated, layer.mlp_norm)
-        ops.add_project(activated, layer.down, x)
+        add_sum(model, ops, activated, layer.down, x)
     return x
