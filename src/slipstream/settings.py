@@ -24,7 +24,15 @@ from typing import Any, TypeVar
 import msgspec
 import msgspec.inspect as inspect
 
-from slipstream.config import EngineConfig, FrontConfig, LaunchConfig, RouterConfig, TransferConfig, WorkerConfig
+from slipstream.config import (
+    EngineConfig,
+    FrontConfig,
+    LaunchConfig,
+    ObserveConfig,
+    RouterConfig,
+    TransferConfig,
+    WorkerConfig,
+)
 from slipstream.errors import ConfigError
 
 PREFIX = "SLIPSTREAM_"
@@ -35,6 +43,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "worker": WorkerConfig,
     "router": RouterConfig,
     "front": FrontConfig,
+    "observe": ObserveConfig,
     "launch": LaunchConfig,
 }
 SIMILAR = 0.75  # how alike (0 to 1) two names must be for one to be taken for a slip of the other
@@ -219,10 +228,11 @@ SERVE = Scope(
     "-router.decode",
     "-router.both",
     "front",
+    "observe",
     "launch",
 )
-WORKER = Scope("engine", "transfer", "worker", *LOGGING, "launch.drain_s")
-ROUTER = Scope("router", "front", "launch.drain_s", "engine.tokenizer")
+WORKER = Scope("engine", "transfer", "worker", *LOGGING, "observe", "launch.drain_s")
+ROUTER = Scope("router", "front", "observe", "launch.drain_s", "engine.tokenizer")
 OFFLINE = Scope("engine", "transfer", "-transfer.tcp_port", "launch.prefill", "launch.decode", "launch.both", *LOGGING)
 
 
@@ -370,7 +380,7 @@ an error too; an unknown `SLIPSTREAM_*` variable is a warning. Settings of the f
 alone, so that one file can serve all commands.
 
 `slipstream COMMAND --help` lists the flags of a command. `serve` passes the settings of the sections `engine`,
-`transfer` and `worker` on to every worker that it starts.
+`transfer`, `worker` and `observe` on to every worker that it starts.
 """
 
 SECTION_TITLES = {
@@ -379,6 +389,7 @@ SECTION_TITLES = {
     "worker": "`worker`; `serve` takes `--heartbeat-s` alone and chooses the rest for each worker",
     "router": "`router`; `serve` takes all but the lists of workers",
     "front": "`serve`, `router`; `worker` and `generate` take the two for logging",
+    "observe": "`serve`, `router`, `worker`",
     "launch": "`serve`; `worker` and `router` take `--drain-s` alone",
 }
 

@@ -7,11 +7,14 @@ thread, a few times a step and a request; gauges are set whenever the load is pu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 from prometheus_client import CollectorRegistry
 
 from slipstream.engine.plan import StepPlan
+from slipstream.telemetry.compat import Compat, Flavour
 from slipstream.telemetry.meters import (
+    BYTES_BOUNDS,
     COPY_BOUNDS,
     COUNT_BOUNDS,
     DURATION_BOUNDS,
@@ -35,7 +38,7 @@ class WorkerMetrics(Meters):
     events of the loop, `decode_rate` the tokens a second; whoever has them puts them here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, compat: Flavour | Literal["none"] = "none") -> None:
         self.failed: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.decode_rate: Callable[[], float] = lambda: 0.0
         self._labels_now: dict[str, str] = {"model_name": "", "worker": "", "role": ""}
@@ -46,6 +49,8 @@ class WorkerMetrics(Meters):
         self._state_meters()
         self.registry = CollectorRegistry()
         self.registry.register(self)
+        if compat != "none":
+            self.registry.register(Compat(compat, "worker", self.collect, self._identity))
 
     def identify(self, info: WorkerInfo) -> None:
         self._labels_now = {"model_name": info.served_name, "worker": info.name, "role": info.role}
@@ -75,6 +80,7 @@ class WorkerMetrics(Meters):
         self.preemptions = self.counter("preemptions", "Sequences whose pages were taken away; each is computed again.")
         self.prompt_tokens = self.counter("prompt_tokens", "Prompt tokens of requests that began to be computed here.")
         self.cached_tokens = self.counter("cached_prompt_tokens", "Those whose KV was in the prefix cache.")
+        self.gauge("prefix_hit_ratio", "Share of prompt tokens found in the prefix cache so far.", read=self._hit_ratio)
         self.queue_seconds = self.histogram(
             "queue_seconds", "Seconds from a request's arrival to its first chunk being scheduled.", TTFT_BOUNDS
         )
@@ -86,6 +92,9 @@ class WorkerMetrics(Meters):
         )
         self.decode_seconds = self.histogram(
             "decode_seconds", "Seconds that a request decoded here, pauses included.", DURATION_BOUNDS
+        )
+        self.inference_seconds = self.histogram(
+            "inference_seconds", "Seconds from being scheduled or taken over to leaving this worker.", DURATION_BOUNDS
         )
         self.token_seconds = self.histogram(
             "inter_token_seconds", "Seconds between two tokens of a decoding sequence.", ITL_BOUNDS
@@ -120,6 +129,10 @@ class WorkerMetrics(Meters):
             "Seconds from the first token to the decode worker having taken over, as the prefill worker sees it.",
             TTFT_BOUNDS,
         )
+        self.reserve_seconds = self.histogram(
+            "reserve_seconds", "Seconds from an offer's coming to its grant, at the decode worker.", TTFT_BOUNDS
+        )
+        self.handoff_bytes = self.histogram("handoff_bytes", "KV bytes of a request handed over.", BYTES_BOUNDS)
         self.handoffs = self.counter("handoffs", "Requests handed over (source) or taken over (destination).", "side")
         self.deferred = self.counter("deferred_offers", "Offers that the decode worker had no room for at once.")
         self.handoff_failures = self.counter("handoff_failures", "Handoffs that failed, by reason.", "reason")
@@ -157,6 +170,12 @@ class WorkerMetrics(Meters):
             "python",
             read=lambda: build_info("worker"),
         )
+
+    def _identity(self) -> tuple[str, str]:
+        return self._labels_now["model_name"], self._labels_now["role"]
+
+    def _hit_ratio(self) -> dict[tuple[str, ...], float]:
+        return {(): self.cached_tokens.total / max(1.0, self.prompt_tokens.total)}
 
     # ------------------------------------------------------------------------------------------ what is told
 

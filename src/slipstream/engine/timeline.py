@@ -251,6 +251,7 @@ class Watcher:
         record.note(record.committed, moment, "commit", {"peer": record.peer})
         record.handed_over = True
         self._metrics.handoffs.add(1, "source")
+        self._metrics.handoff_bytes.only().observe(record.copied_bytes)
         self._metrics.handoff_seconds.only().observe(moment - record.first)
         self._leave(sequence, "handed_over")
 
@@ -276,7 +277,9 @@ class Watcher:
                 attributes = {
                     "peer": record.peer, "pages": len(pages), "known_tokens": skip, "deferred": record.deferred,
                 }  # fmt: skip
-                record.note(record.arrived, now(), "grant", attributes)
+                moment = now()
+                record.note(record.arrived, moment, "grant", attributes)
+                self._metrics.reserve_seconds.only().observe(moment - record.arrived)
             case wire.Refuse(code=code):
                 record.note(record.arrived, now(), "grant", {"peer": record.peer, "refused": code})
                 self._keep(record, code)
@@ -317,6 +320,8 @@ class Watcher:
     def _keep(self, record: Record, outcome: str) -> None:
         record.outcome, record.ended = outcome, now()
         self._metrics.requests_ended.add(1, outcome)
+        if record.admitted:
+            self._metrics.inference_seconds.only().observe(record.ended - record.admitted)
         if record.runs:
             self._metrics.decode_seconds.only().observe(record.ended - record.runs[0][0])
         key = (record.id, record.attempt)

@@ -25,7 +25,7 @@ from typing import Any, cast
 
 import msgspec
 
-from slipstream.config import EngineConfig, TransferConfig, WorkerConfig
+from slipstream.config import EngineConfig, ObserveConfig, TransferConfig, WorkerConfig
 from slipstream.engine.core import EngineCore
 from slipstream.engine.effects import CopyPages, Effect
 from slipstream.engine.loop import EngineLoop, Runner
@@ -69,11 +69,12 @@ class Worker:
         transfer: TransferConfig,
         *,
         neighbours: Neighbourhood | None = None,
+        observe: ObserveConfig | None = None,
     ) -> None:
         self._engine = engine
         self._worker = worker
         self._transfer = transfer
-        self._metrics = WorkerMetrics()
+        self._metrics = WorkerMetrics((observe or ObserveConfig()).metrics_compat)
         self._watcher = Watcher(self._metrics)
         self._closing = contextlib.ExitStack()
         self._ended = threading.Event()

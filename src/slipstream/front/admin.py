@@ -29,10 +29,12 @@ def _token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 
 class Admin:
-    """Handlers of everything but generation. `draining` is set when the front takes no new requests."""
+    """Handlers of everything but generation. `draining` is set when the front takes no new requests; `registries` are
+    shown by `/metrics`, one after the other."""
 
     def __init__(self, backend: Backend, service: TokenizerService, config: FrontConfig, generator: Generator) -> None:
         self.draining = False
+        self.registries = [backend.metrics_registry]
         self._backend = backend
         self._service = service
         self._limit = config.max_body_bytes
@@ -63,7 +65,7 @@ class Admin:
         return reasons
 
     async def metrics(self, exchange: Exchange) -> None:
-        text = generate_latest(self._backend.metrics_registry)
+        text = b"".join(generate_latest(registry) for registry in self.registries)
         await exchange.reply(200, text, CONTENT_TYPE_LATEST.encode())
 
     async def version(self, exchange: Exchange) -> None:

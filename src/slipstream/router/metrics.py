@@ -6,11 +6,14 @@ few times a request, never a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from slipstream.router.views import WorkerView
+from slipstream.telemetry.meters import Meters, Values
 
 PREFIX = "slipstream_router"
 WAIT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -58,3 +61,80 @@ class _Gauges(Collector):
         for key, value in self._read().items():
             family.add_metric([key], value)
         return [family]
+
+
+class FleetMetrics(Meters):
+    """What the router knows of its workers from their reports, read at each scrape; the workers count the rest."""
+
+    def __init__(self, views: Callable[[], Sequence[WorkerView]]) -> None:
+        super().__init__(f"{PREFIX}_", dict)
+        self._views = views
+        self.gauge(
+            "worker_requests",
+            "Requests at a worker as it last reported: waiting, running, handing_off.",
+            "worker",
+            "role",
+            "stage",
+            read=self._requests,
+        )
+        self.gauge(
+            "worker_pages", "KV pages of a worker by state (used, cached, free).", "worker", "role", "state",
+            read=self._pages,
+        )  # fmt: skip
+        self.gauge(
+            "worker_up", "1 for each worker that requests are given to, else 0.", "worker", "role", read=self._up
+        )
+        self.gauge("kv_usage_ratio", "Share of all workers' KV pages that live requests hold.", read=self._usage)
+        self.gauge("pool_info", "KV pages of all workers together; always 1.", "page_tokens", "pages", read=self._pool)
+        self.gauge(
+            "route_bytes_per_second",
+            "Rate of a route between two workers, measured by its preflight.",
+            "source",
+            "destination",
+            "transport",
+            read=self._routes,
+        )
+
+    def _requests(self) -> dict[Values, float]:
+        return {
+            (view.name, view.role, stage): count
+            for view in self._linked()
+            for stage, count in (
+                ("waiting", view.waiting), ("running", view.running), ("handing_off", view.handing_off)
+            )
+        }  # fmt: skip
+
+    def _pages(self) -> dict[Values, float]:
+        return {
+            (view.name, view.role, state): count
+            for view in self._linked()
+            for state, count in (
+                ("used", view.pages_total - view.pages_free - view.pages_cached),
+                ("cached", view.pages_cached),
+                ("free", view.pages_free),
+            )
+        }
+
+    def _up(self) -> dict[Values, float]:
+        return {(view.name or view.url, view.role): float(view.state == "live") for view in self._views()}
+
+    def _usage(self) -> dict[Values, float]:
+        total = sum(view.pages_total for view in self._linked())
+        free = sum(view.pages_free + view.pages_cached for view in self._linked())
+        return {(): (total - free) / total if total else 0.0}
+
+    def _pool(self) -> dict[Values, float]:
+        linked = self._linked()
+        pages = sum(view.pages_total for view in linked)
+        return {(str(linked[0].page_tokens), str(pages)): 1.0} if linked else {}
+
+    def _routes(self) -> dict[Values, float]:
+        return {
+            (view.name, route.peer, route.transport): route.gb_per_s * 1e9
+            for view in self._linked()
+            for route in view.routes
+            if not route.error
+        }
+
+    def _linked(self) -> list[WorkerView]:
+        return [view for view in self._views() if view.state not in ("connecting", "refused")]

@@ -33,7 +33,7 @@ from slipstream.router.history import History, history
 from slipstream.router.journal import Entry
 from slipstream.router.life import Sink
 from slipstream.router.lives import Lives
-from slipstream.router.metrics import RouterMetrics
+from slipstream.router.metrics import FleetMetrics, RouterMetrics
 from slipstream.router.remote import RemoteWorker
 from slipstream.router.views import WorkerView, view
 from slipstream.types import Request, Role
@@ -65,6 +65,7 @@ class Router:
         self._card: ModelCard | None = None
         self._fleet = Fleet(self.id, self, patience_s=config.worker_wait_s, heartbeat_s=heartbeat_s)
         self._metrics = RouterMetrics(self.metrics_registry, lambda: self._lives.stages(), self._worker_states)
+        self.metrics_registry.register(FleetMetrics(self.workers))
         self._lives = Lives(self._fleet, config, self._metrics)
         self._lives.closed = True
 

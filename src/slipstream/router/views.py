@@ -57,6 +57,7 @@ class WorkerView(msgspec.Struct, kw_only=True):
     pages_cached: int = 0
     pages_total: int = 0
     prefix_keys: int = 0
+    page_tokens: int = 0
     routes: list[RouteView] = []
 
 
@@ -69,6 +70,7 @@ def view(worker: RemoteWorker, *, requests: int, problems: list[str], name_of: C
         shown.wire, shown.devices, shown.host, shown.pid = worker.wire_address, info.devices, info.host, info.pid
         shown.version, shown.fingerprint_text = info.version, info.fingerprint_text
         shown.max_model_len, shown.pages_total = info.max_model_len, info.pages
+        shown.page_tokens = info.page_tokens
     if standing is not None:
         shown.sequences, shown.prefill_tokens = standing.sequences, standing.prefill_tokens
         shown.prefix_keys = len(standing.keys)
