@@ -545,9 +545,21 @@ def test_a_remedy_is_that_of_the_place():
     assert "IPC_LOCK" in result("limits.memlock", pod).remedy
 
 
+FIRST_NAMESPACES = {
+    f"/proc/self/ns/{name}": f"-> {name}:[{number}]"
+    for name, number in (("ipc", 4026531839), ("uts", 4026531838), ("pid", 4026531836), ("cgroup", 4026531835))
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "place"),
-    [({}, "host"), ({"/.dockerenv": ""}, "container"), ({"/proc/1/cgroup": "0::/docker/abc"}, "container")],
+    [
+        ({}, "host"),
+        ({"/.dockerenv": ""}, "container"),
+        ({"/proc/1/cgroup": "0::/docker/abc"}, "container"),
+        ({"/.dockerenv": "", **FIRST_NAMESPACES}, "host"),
+        ({"/.dockerenv": "", **FIRST_NAMESPACES, "/proc/self/ns/pid": "-> pid:[4026532999]"}, "container"),
+    ],
 )
 def test_the_place_is_read_from_files(changes: dict[str, str], place: str):
     assert case.place(cpu(files(changes))) == place

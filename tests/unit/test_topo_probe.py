@@ -33,6 +33,7 @@ class RecordedNvml:
         self.bus_ids, self.links, self.remote, self.peer, self.ancestor = bus_ids, links, remote, peer, ancestor
         self.fabric_state, self.fabric_status, self.health = 3, 0, 0
         self.mig: set[int] = set()
+        self.far_end = "00000000:05:00.0"
 
     def nvmlSystemGetDriverVersion(self) -> bytes:
         return b"580.82.07"
@@ -67,7 +68,7 @@ class RecordedNvml:
         return self.remote
 
     def nvmlDeviceGetNvLinkRemotePciInfo(self, gpu: int, link: int) -> SimpleNamespace:
-        other = self.bus_ids[1 - gpu] if self.remote == 0 else "00000000:05:00.0"
+        other = self.bus_ids[1 - gpu] if self.remote == 0 else self.far_end
         return SimpleNamespace(busId=other.encode())
 
     def nvmlDeviceGetNvLinkVersion(self, gpu: int, link: int) -> int:
@@ -244,6 +245,12 @@ def test_a_driver_that_does_not_start_is_a_problem_and_no_crash(
     (tmp_path / "pynvml.py").write_text(body)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert nvml.collect_in_child(timeout_s=60).problems == ("NVML does not start: Driver Not Loaded",)
+
+
+def test_a_far_end_that_a_guest_is_not_shown_has_no_address() -> None:
+    guest = RecordedNvml(SEED_GPUS[:2], links=4)
+    guest.far_end = "FFFFFFFF:FF:FF.0"
+    assert {link.remote_pci for gpu in nvml.collect(guest).gpus for link in gpu.links} == {""}
 
 
 def test_bus_ids_are_written_as_sysfs_writes_them() -> None:

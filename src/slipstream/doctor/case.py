@@ -24,6 +24,7 @@ from slipstream.topo.graph import Machine, Nic, Port
 Way = Literal["cpu", "one-gpu", "nvlink", "pcie-peer", "host-memory"]
 _ENGINES = ("sglang", "vllm", "tensorrt_llm")
 _RDMA_TRANSPORTS = ("nixl", "mooncake")
+_FIRST_NAMESPACES = {"ipc": 0xEFFFFFFF, "uts": 0xEFFFFFFE, "pid": 0xEFFFFFFC, "cgroup": 0xEFFFFFFB}  # linux/proc_ns.h
 _WORDS: dict[Way, str] = {
     "cpu": "no GPU: workers share host memory (shm)",
     "one-gpu": "one GPU: workers share it, no link between GPUs",
@@ -164,10 +165,16 @@ def make(system: System, wish: Wish) -> Case:
 
 
 def place(system: System) -> Place:
-    """Where this process runs. The files of the container engines decide, then the names of its control groups."""
+    """Where this process runs. The files of the container engines decide, then the names of its control groups.
+
+    A virtual machine that was booted from a container's image has these files too. Nothing of it is contained: its
+    processes are in the kernel's first namespaces, which no engine uses.
+    """
     tree = system.tree
     if system.environ.get("KUBERNETES_SERVICE_HOST") or tree.exists("/var/run/secrets/kubernetes.io"):
         return "pod"
+    if all(tree.real(f"/proc/self/ns/{name}").endswith(f"[{number}]") for name, number in _FIRST_NAMESPACES.items()):
+        return "host"
     if tree.exists("/.dockerenv") or tree.exists("/run/.containerenv") or system.environ.get("container"):
         return "container"
     groups = tree.read("/proc/1/cgroup") or ""

@@ -321,7 +321,7 @@ def _handoff(machine: Machine, pairs: tuple[Pair, ...]) -> str:
     by_nvlink = sum(pair.best.way == "nvlink" for pair in pairs)
     if best == {"nvlink"}:
         rates = {pair.best.gbps for pair in pairs if pair.best.gbps}
-        speed = f", {min(rates):.0f} GB/s one way" if rates else ""
+        speed = f", {min(rates):.0f} GB/s one way at most" if rates else ""
         return f"NVLink between all GPUs ({_span(pairs)}{speed}): use cuda_ipc, no NIC needed."
     if by_nvlink:
         linked = ", ".join(f"{pair.a}-{pair.b}" for pair in pairs if pair.best.way == "nvlink")

@@ -161,11 +161,17 @@ def _links(ask: _Asker, handle: Any) -> tuple[LinkFacts, ...]:
                 slot=slot,
                 active=bool(state),
                 remote=_REMOTE.get(remote, "") if remote is not None else "",
-                remote_pci=pci_address(_text(pci.busId)) if pci is not None else "",
+                remote_pci=_far_end(_text(pci.busId)) if pci is not None else "",
                 version=ask("nvmlDeviceGetNvLinkVersion", handle, slot),
             )
         )
     return tuple(links)
+
+
+def _far_end(bus_id: str) -> str:
+    """The address of what a link leads to; guests are shown one of all ones, which is none."""
+    address = pci_address(bus_id)
+    return "" if address.startswith("ffffffff:") else address
 
 
 def _link_rate(ask: _Asker, handle: Any, links: tuple[LinkFacts, ...]) -> float | None:

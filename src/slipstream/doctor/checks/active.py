@@ -14,14 +14,14 @@ from slipstream.doctor.case import Case, some
 from slipstream.doctor.verdict import Remedy, Verdict, absent, check, fail, ok, unchecked, warn
 from slipstream.errors import SlipstreamError
 
-_PAGE, _BATCH = 64 << 10, 4 << 20
+_PAGE, _BATCH, _GPU_BATCH = 64 << 10, 4 << 20, 64 << 20
 _CHILD_S = 20.0
 _PAIR_S = 60.0
 _MOST_PAIRS = 4
 _PATHS_BEHIND = ("limits.shared-memory", "limits.memory")
 
 
-def _copy(engine: str, memory: tuple[str, str], limit_s: float) -> tuple[float, str]:
+def _copy(engine: str, memory: tuple[str, str], limit_s: float, batch_bytes: int = _BATCH) -> tuple[float, str]:
     """GB/s of verified pages between two fresh children, or 0 and why it did not work."""
     from slipstream.bench import transfer
 
@@ -29,7 +29,7 @@ def _copy(engine: str, memory: tuple[str, str], limit_s: float) -> tuple[float, 
         engines=(engine,),
         memory=memory,
         sizes=(_PAGE,),
-        batch_bytes=_BATCH,
+        batch_bytes=batch_bytes,
         directions=("push",),
         case_s=0.02,
         limit_s=limit_s,
@@ -81,7 +81,7 @@ def gpu_copy(case: Case) -> Verdict:
     uuids = {gpu.name: gpu.uuid for gpu in case.machine.gpus}
     rates = []
     for pair in pairs[:_MOST_PAIRS]:
-        rate, problem = _copy("cuda_ipc", (uuids[pair.a], uuids[pair.b]), _PAIR_S / 2)
+        rate, problem = _copy("cuda_ipc", (uuids[pair.a], uuids[pair.b]), _PAIR_S / 2, _GPU_BATCH)
         if problem:
             return fail(
                 f"{pair.a} to {pair.b}: {problem}",
@@ -95,7 +95,7 @@ def gpu_copy(case: Case) -> Verdict:
             )
         rates.append(f"{pair.a}-{pair.b} {rate:.0f} GB/s")
     more = f" (of {len(pairs)} pairs)" if len(pairs) > _MOST_PAIRS else ""
-    return ok(f"verified: {some(rates)}{more}")
+    return ok(f"64 MiB in scattered pages, verified: {some(rates)}{more}")
 
 
 @check("active.registration", "NICs register memory", causes=("limits.memlock", "rdma.usable"), active=True)

@@ -33,7 +33,7 @@ def python(case: Case) -> Verdict:
 def required(case: Case) -> Verdict:
     own = case.system.package("slipstream")
     if own is None:
-        return ok("run from its source folder; nothing says what it needs")
+        return absent("run from its source folder, not installed")
     wrong = [text for text in (_shortfall(case, line) for line in own.requires) if text]
     where = f"slipstream {own.version}" + (f", editable from {own.editable}" if own.editable else "")
     if not wrong:
