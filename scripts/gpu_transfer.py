@@ -25,22 +25,36 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.transfer.cuda.plan import CopyCosts
+
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
-STEPS = ("tests", "kernel", "interference", "staging", "table", "flight", "handoff", "write", "peers")
+STEPS = (
+    "tests",
+    "kernel",
+    "engine",
+    "wakes",
+    "interference",
+    "staging",
+    "table",
+    "flight",
+    "handoff",
+    "write",
+    "peers",
+)
 PEERS = "raw,cuda_ipc,shm,tcp,nixl-best,nixl-sgl,mooncake,transport-nixl,transport-mooncake"
 KERNEL_BYTES = GIB // 2
 BULK_SHAPES = (  # warps, stages, bytes a stage, stages ahead
     (4, 4, 4096, 3),
     (4, 4, 4096, 2),
-    (4, 8, 4096, 6),
-    (4, 8, 4096, 4),
     (8, 4, 4096, 3),
-    (2, 8, 4096, 6),
+    (4, 4, 8192, 3),
     (4, 8, 2048, 6),
-    (1, 8, 8192, 6),
-    (2, 6, 16384, 5),
+    (2, 4, 8192, 3),
 )
+
+
+KERNEL_ONLY, ENGINE_ONLY = CopyCosts(0.0, 0.0, 1.0, 1.0, 1.0), CopyCosts(1.0, 1.0, 0.0, 0.0, 0.0)
 
 
 def main() -> int:
@@ -48,7 +62,9 @@ def main() -> int:
     parser.add_argument("steps", nargs="*", metavar="STEP", help=", ".join(STEPS))
     parser.add_argument("--out", type=Path, default=Path("gpu-transfer"))
     parser.add_argument("--budget", type=float, default=500.0, help="seconds; later steps are left out or cut short")
-    parser.add_argument("--sizes", default="1K,4K,8K,32K,128K,512K,1M,2M", help="page sizes of the peers step")
+    parser.add_argument(
+        "--sizes", default="1K,4K,8K,32K,128K,512K,1M,2M", help="page sizes of the table and peers steps"
+    )
     parser.add_argument("--engines", default="", help="engines of the peers step")
     parser.add_argument("--handoff", default="", help="options of the handoff step, in one string")
     parser.add_argument("--here", action="store_true", help="run one measuring step in this process")
@@ -58,7 +74,9 @@ def main() -> int:
         parser.error(f"no such step: {', '.join(sorted(unknown))}; there are {', '.join(STEPS)}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.here:
-        {"kernel": kernel, "interference": interference, "staging": staging}[arguments.steps[0]](str(arguments.out))
+        {"kernel": kernel, "engine": engine, "wakes": wakes, "interference": interference, "staging": staging}[
+            arguments.steps[0]
+        ](str(arguments.out))
         return 0
     end = time.monotonic() + arguments.budget
     failed = 0
@@ -88,7 +106,7 @@ def run_step(step: str, arguments: argparse.Namespace, left: float) -> int:
             "-p",
             "no:cacheprovider",
         ],
-        "table": [*bench, "--engines", "raw,cuda_ipc", "--case-seconds", "0.15"],
+        "table": [*bench, "--engines", "raw,cuda_ipc", "--sizes", arguments.sizes, "--case-seconds", "0.15"],
         "flight": [
             *bench,
             *("--engines", "cuda_ipc", "--batch", "16M", "--depth", "64"),
@@ -203,6 +221,120 @@ def kernel(folder: str) -> None:
         results.add(bulk=list(shape) if shape else None, programs=list(counts), **rates)
 
 
+def engine(folder: str) -> None:
+    """GB/s in flight: of the copy engine by length of runs and number of streams, of the kernel by its programs."""
+    from slipstream.transfer.cuda.copier import Copier
+    from slipstream.transfer.cuda.launcher import CopySettings
+    from slipstream.transfer.cuda.plan import survey
+
+    pools, results = Pools(), Results(folder, "engine")
+    here, there = pools.memories[0].address, pools.memories[1].address
+    for streams in (1, 2, 3, 4):
+        copier = Copier(pools.devices[0], CopySettings(engine_streams=streams))
+        rates = {}
+        for page in (128 << 10, 512 << 10, 1 << 20, 2 << 20, 64 << 20, GIB):
+            runs = pools.runs(page, min(GIB, 2048 * page))
+            seen = survey(runs, pools.size, pools.size)
+            for name, ends in (("push", (here, there)), ("pull", (there, here))):
+                rates[f"{name} {page >> 10}K"] = round(_in_flight(copier, ends, runs, seen, ENGINE_ONLY), 1)
+        copier.close()
+        results.add(engine_streams=streams, **rates)
+    for programs in (32, 64, 132):
+        copier = Copier(pools.devices[0], CopySettings(programs=programs))
+        rates = {}
+        for page in (1 << 10, 8 << 10, 128 << 10):
+            runs = pools.runs(page)
+            seen = survey(runs, pools.size, pools.size)
+            for name, ends in (("push", (here, there)), ("pull", (there, here))):
+                rates[f"{name} {page >> 10}K"] = round(_in_flight(copier, ends, runs, seen, KERNEL_ONLY), 1)
+        copier.close()
+        results.add(programs=programs, **rates)
+
+
+def _in_flight(copier: Any, ends: tuple[int, int], runs: Any, seen: Any, costs: Any) -> float:
+    copies = [copier.start(*ends, runs, seen, costs) for _ in range(3)]
+    copier.wait(copies.pop(0))
+    began, count = time.perf_counter(), 0
+    while time.perf_counter() - began < 0.06:
+        copies.append(copier.start(*ends, runs, seen, costs))
+        copier.wait(copies.pop(0))
+        count += 1
+    rate = count * seen.total / (time.perf_counter() - began) / 1e9
+    for copy in copies:
+        copier.wait(copy)
+    return rate
+
+
+def wakes(folder: str) -> None:
+    """Microseconds that this machine takes to wake a thread that sleeps, by what it sleeps on; median and 90 %."""
+    import asyncio
+    import queue
+    import select
+    import socket
+
+    from slipstream.transfer.cuda.alarm import Alarm
+
+    results = Results(folder, "wakes")
+    clock = time.perf_counter
+    times: dict[str, list[float]] = {name: [] for name in ("queue", "eventfd", "event loop", "tcp", "alarm")}
+    for pause in (0.0003, 0.005):
+        inbox: queue.SimpleQueue[float | None] = queue.SimpleQueue()
+        bell, pair = os.eventfd(0), socket.socketpair()
+        server = socket.create_server(("127.0.0.1", 0))
+        sender = socket.create_connection(server.getsockname())
+        receiver = server.accept()[0]
+        sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        loop = asyncio.new_event_loop()
+        sent = 0.0
+
+        def from_queue() -> None:
+            while (at := inbox.get()) is not None:
+                times["queue"].append(clock() - at)
+
+        def from_descriptor(name: str, descriptor: Any, size: int) -> None:
+            for _ in range(200):
+                select.select([descriptor], [], [])
+                os.read(descriptor.fileno() if hasattr(descriptor, "fileno") else descriptor, size)
+                times[name].append(clock() - sent)
+
+        threads = [
+            threading.Thread(target=from_queue),
+            threading.Thread(target=from_descriptor, args=("eventfd", bell, 8)),
+            threading.Thread(target=from_descriptor, args=("tcp", receiver, 100)),
+            threading.Thread(target=loop.run_forever),
+        ]
+        for thread in threads:
+            thread.start()
+        alarm = Alarm()
+        for _ in range(200):
+            time.sleep(pause)
+            inbox.put(clock())
+            time.sleep(pause)
+            sent = clock()
+            os.write(bell, (1).to_bytes(8, "little"))
+            time.sleep(pause)
+            sent = clock()
+            sender.send(b"x")
+            time.sleep(pause)
+            loop.call_soon_threadsafe(lambda at=clock(): times["event loop"].append(clock() - at))
+            due = clock() + pause
+            alarm.set(pause)
+            select.select([alarm], [], [])
+            times["alarm"].append(clock() - due)
+        inbox.put(None)
+        loop.call_soon_threadsafe(loop.stop)
+        for thread in threads:
+            thread.join()
+        figures = {}
+        for name, taken in times.items():
+            taken.sort()
+            figures[name] = [round(1e6 * taken[len(taken) // 2], 1), round(1e6 * taken[int(0.9 * len(taken))], 1)]
+            taken.clear()
+        results.add(pause_ms=1e3 * pause, us=figures)
+        for thing in (*pair, server, sender, receiver):
+            thing.close()
+
+
 def _kernel_rate(torch: Any, launcher: Any, launches: list[Any], settings: Any, stream: Any) -> float:
     best = 0.0
     for _ in range(3):
@@ -225,11 +357,10 @@ def interference(folder: str) -> None:
     there, a pull the other way.
     """
     from slipstream.transfer.cuda.launcher import CopySettings
-    from slipstream.transfer.cuda.plan import CopyCosts
 
     pools, results = Pools(), Results(folder, "interference")
     torch = pools.torch
-    kernel_only, engine_only = CopyCosts(0.0, 0.0, 1.0, 1.0, 1.0), CopyCosts(1.0, 1.0, 0.0, 0.0, 0.0)
+    kernel_only, engine_only = KERNEL_ONLY, ENGINE_ONLY
     loops = {}
     for gpu, side in ((0, "here"), (1, "there")):
         device = f"cuda:{min(gpu, torch.cuda.device_count() - 1)}"
@@ -240,24 +371,29 @@ def interference(folder: str) -> None:
         loops[side, "matmul"] = _graph(torch, device, lambda s=square: s @ s, 7)
     first = {" ".join(name): round(1e3 * statistics.median(run() for _ in range(5)), 3) for name, run in loops.items()}
     results.add(alone_ms=first)
-    quiet = {"streams": 1, "urgent": False}
-    plans: list[tuple[str, Any, Any, int, tuple[str, ...]]] = [
-        (f"kernel, {count} programs", CopySettings(programs=count, streams=1), kernel_only, 32 << 10, ("push", "pull"))
-        for count in (2, 4, 8, 16, 32, 64)
+    plans: list[tuple[str, Any, Any, int, tuple[str, ...], float]] = [
+        (f"kernel, {n} programs", CopySettings(programs=n, streams=1), kernel_only, 32 << 10, ("push", "pull"), 0.0)
+        for n in (1, 2, 4, 8, 16, 32, 64, 132)
     ]
-    plans.append(("kernel, 1 program", CopySettings(programs=1, streams=1), kernel_only, 32 << 10, ("push",)))
-    plans.append(("kernel, 16, not urgent", CopySettings(programs=16, **quiet), kernel_only, 32 << 10, ("push",)))  # type: ignore[arg-type]
-    plans.append(("triton, 16, not urgent", CopySettings(16, None, **quiet), kernel_only, 32 << 10, ("push",)))  # type: ignore[arg-type]
-    plans.append(("copy engine", CopySettings(streams=1), engine_only, 64 << 20, ("push", "pull")))
-    for way, settings, costs, page, directions in plans:
+    for streams in (1, 2):
+        settings = CopySettings(streams=1, engine_streams=streams)
+        plans.append((f"copy engine, {streams} streams", settings, engine_only, 2 << 20, ("push", "pull"), 0.0))
+    for pause in (0.025, 0.005, 0.0025):  # one handoff of 1,024 tokens of an 8B model in that time
+        often = f"134 MB each {1e3 * pause:g} ms"
+        plans.append(
+            (f"kernel, 64 programs, {often}", CopySettings(streams=1), kernel_only, 32 << 10, ("push",), pause)
+        )
+        plans.append((f"copy engine, {often}", CopySettings(streams=1), engine_only, 2 << 20, ("push",), pause))
+    for way, settings, costs, page, directions, pause in plans:
         for direction in directions:
             rates, slower = {}, {}
             for name, run in loops.items():
                 alone = statistics.median(run() for _ in range(3))  # anew each time: clocks wander
-                with _Pusher(pools, settings, costs, page, direction) as pusher:
+                with _Pusher(pools, settings, costs, page, direction, pause) as pusher:
                     time.sleep(0.02)
                     pusher.moved, began = 0, time.perf_counter()
-                    seconds = statistics.median(run() for _ in range(5))
+                    taken = [run() for _ in range(20 if pause else 5)]
+                    seconds = statistics.mean(taken) if pause else statistics.median(taken)
                     rates[" ".join(name)] = round(pusher.moved / (time.perf_counter() - began) / 1e9, 1)
                 slower[" ".join(name)] = round(100 * (seconds / alone - 1), 2)
             results.add(way=way, direction=direction, slower_percent=slower, gbps=rates)
@@ -289,25 +425,29 @@ def _graph(torch: Any, device: str, step: Callable[[], Any], count: int) -> Call
 
 
 class _Pusher:
-    """A thread that keeps three batches under way."""
+    """A thread that keeps three batches under way; with a `pause`, one batch begins each so many seconds."""
 
-    def __init__(self, pools: Pools, settings: Any, costs: Any, page: int, direction: str) -> None:
+    def __init__(self, pools: Pools, settings: Any, costs: Any, page: int, direction: str, pause: float) -> None:
         from slipstream.transfer.cuda.copier import Copier
         from slipstream.transfer.cuda.plan import survey
 
         here, there = pools.memories[0].address, pools.memories[1].address
         ends = (here, there) if direction == "push" else (there, here)
-        runs = pools.runs(page, 64 << 20)
+        runs = pools.runs(page, 64 << 20 if not pause else 128 << 20)
         seen = survey(runs, pools.size, pools.size)
         self.moved = 0
         self._stop = False
 
         def push() -> None:
             copier = Copier(pools.devices[0], settings)
-            copies = [copier.start(*ends, runs, seen, costs) for _ in range(3)]
+            copies = [copier.start(*ends, runs, seen, costs) for _ in range(1 if pause else 3)]
+            began, count = time.perf_counter(), 0
             while not self._stop:
                 copier.wait(copies.pop(0))
                 self.moved += seen.total
+                count += 1
+                if pause:
+                    time.sleep(max(0.0, began + count * pause - time.perf_counter()))
                 copies.append(copier.start(*ends, runs, seen, costs))
             for copy in copies:
                 copier.wait(copy)

@@ -1,6 +1,6 @@
 // Runs the kernel of bulk.cu on the host: lanes are threads, and the asynchronous copies behave as badly as they may.
 // A copy in takes place at once (so that a stage which is filled too early loses its bytes) or when its barrier is
-// waited for; a copy out takes place when its lane has to wait for it, and not before. argv: see main.
+// waited for; a copy out, and a fetch of a list entry, when its lane has to wait for it, and not before.
 
 #include <atomic>
 #include <barrier>
@@ -98,6 +98,18 @@ static void let_out(size_t pending) {
 }
 template <int PENDING> static void wait_read() { let_out(PENDING); }
 static void wait_written() { let_out(0); }
+
+struct Fetch { u64_* slot; const u64_* entry; };
+thread_local std::vector<Fetch> open_fetch;
+thread_local std::deque<std::vector<Fetch>> fetches;
+static void fetch(u64_* slot, const u64_* entry) { open_fetch.push_back({slot, entry}); }
+static void close_fetch() { fetches.push_back(std::move(open_fetch)); open_fetch.clear(); }
+template <int PENDING> static void wait_fetched() {
+  while (fetches.size() > PENDING) {
+    for (Fetch& one : fetches.front()) *one.slot = *one.entry;
+    fetches.pop_front();
+  }
+}
 
 #include SOURCE
 

@@ -76,7 +76,7 @@ def test_runs_of_many_lengths_arrive_whole(programs: dict[BulkShape, Path], shap
 def test_short_runs_share_a_stage_and_long_ones_are_cut():
     assert pieces(1024, 4096) == Pieces(parts=1, part_bytes=1024, group=4)
     assert pieces(1536, 4096) == Pieces(1, 1536, 2)
-    assert pieces(16, 4096) == Pieces(1, 16, 32)
+    assert pieces(16, 4096) == Pieces(1, 16, 16)
     assert pieces(4096, 4096) == Pieces(1, 4096, 1)
     assert pieces(10_000, 4096) == Pieces(3, 4096, 1)
 

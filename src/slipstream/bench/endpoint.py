@@ -135,7 +135,8 @@ class Endpoint:
         return count, time.perf_counter() - began
 
     def end(self) -> dict[str, Any]:
-        self._engine.close()
+        engine, self._engine = self._engine, None
+        engine.close()
         return {}
 
 

@@ -264,6 +264,7 @@ def parse_cases(text: str) -> list[tuple[int, int, int]]:
 @click.option("--compute-ms", default=0.0, show_default=True, help="How long the step of a prompt takes.")
 @click.option("--chunk-tokens", default=16384, show_default=True, help="Tokens a step: the grain of overlap.")
 @click.option("--programs", default=TransferConfig().cuda_programs, show_default=True)
+@click.option("--asleep", is_flag=True, help="Let GPUs lower their clocks between handoffs.")
 @click.option("--ordered", is_flag=True, help="Leave the pages in the order of a new pool: one long run a handoff.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), default=None, help="Write the results here.")
 @click.option("--logs", type=click.Path(path_type=Path), default=None, help="Folder for the workers' logs.")
@@ -276,6 +277,7 @@ def command(
     compute_ms: float,
     chunk_tokens: int,
     programs: int,
+    asleep: bool,
     ordered: bool,
     json_path: Path | None,
     logs: Path | None,
@@ -293,6 +295,7 @@ def command(
         head_dim=dim,
         chunk_tokens=chunk_tokens,
         compute_ms=compute_ms,
+        awake=not asleep,
         transfer=TransferConfig(transport=transport, cuda_programs=programs),  # type: ignore[arg-type]
     )
     began = time.monotonic()

@@ -1,7 +1,8 @@
 """A worker without a model, for measuring handoffs: `python -m slipstream.bench.handoff_worker OPTIONS`.
 
 Everything but the computation is the worker that serves: its ports, links, engine loop, transfer agent and KV pool. A
-step takes `compute_ms` when it holds a prompt and no time else; every token is the same. Lines of JSON on stdin ask:
+step takes `compute_ms` when it holds a prompt and no time else; every token is the same. With `awake` a kernel that
+only waits, on one multiprocessor, keeps a GPU at the clocks that it has when it serves. Lines of JSON on stdin ask:
 "shuffle" (from now on pages are taken in random order, as after hours of serving), "events" (what happened since it
 was last asked: name, transfer or step, seconds of the machine's monotonic clock), "end".
 """
@@ -48,6 +49,7 @@ class HandoffOptions(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: int = 16384
     max_sequences: int = 128
     compute_ms: float = 0.0
+    awake: bool = True
     transfer: TransferConfig = TransferConfig()
 
     @property
@@ -144,6 +146,24 @@ class NoModel:
         return NullRunner(self.diary, self.options.compute_ms / 1e3)
 
 
+def keep_awake(memory: str) -> None:
+    """Runs a kernel of one thread block that only waits, again and again, until the process ends."""
+    import torch
+
+    from slipstream.transfer.cuda.runtime import Device
+
+    torch.cuda.set_device(Device(memory).index)
+    stream = torch.cuda.Stream()
+
+    def run() -> None:
+        with torch.cuda.stream(stream):
+            while True:
+                torch.cuda._sleep(40_000_000)  # about 20 ms
+                stream.synchronize()
+
+    threading.Thread(target=run, name="bench-awake", daemon=True).start()
+
+
 class HandoffWorker(Worker):
     """Notes what passes between its threads."""
 
@@ -190,6 +210,8 @@ def main() -> None:
     worker_module.open_model = lambda *arguments, **named: NoModel(options, diary)  # type: ignore[assignment]
     worker = HandoffWorker(options, diary)
     worker.start()
+    if options.awake and options.memory != "cpu":
+        keep_awake(options.memory)
     print(json.dumps({"wire": worker.info.wire}), flush=True)
     for line in sys.stdin:
         verb = json.loads(line)

@@ -18,6 +18,7 @@ from slipstream.transfer.cuda.runtime import CudaError, Device
 
 SOURCE = Path(__file__).with_name("bulk.cu")
 _LANES = 32
+_GROUP = 16  # LANES of the source: most pieces in a stage
 
 
 class Unavailable(Exception):
@@ -51,7 +52,7 @@ class Pieces(NamedTuple):
 def pieces(longest: int, stage_bytes: int) -> Pieces:
     """For runs of up to `longest` bytes, a multiple of 16."""
     if longest <= stage_bytes:
-        return Pieces(1, longest, min(_LANES, stage_bytes // longest))
+        return Pieces(1, longest, min(_GROUP, stage_bytes // longest))
     return Pieces(-(-longest // stage_bytes), stage_bytes, 1)
 
 

@@ -7,8 +7,8 @@ the batch is done; slots are made as batches in flight need them and stay.
 
 `launch` is how a kernel gets started; the one given by default compiles or imports what it needs when first called.
 
-Batches that the copy engine takes as a whole have a stream of their own: two of them side by side are slower than one
-behind the other.
+The copy engine idles between two runs. So several streams share the runs of a batch (`engine_streams`): while one is
+between two runs, the others have the link.
 
 A copier belongs to one thread, and leaves its device current there.
 """
@@ -51,7 +51,7 @@ _LAUNCH_RUNS = 1 << 19  # as long, and so on up to this
 _SLOT_BYTES = 16 << 13  # smallest list buffer: 8192 runs of one length
 _MEASURE_BYTES = 128 << 20
 _MEASURE_BATCHES = 3
-_READ_IN_PLACE = 16 << 10  # lists up to this size are read by the kernel over the bus, which takes less than an upload
+_READ_IN_PLACE = 64 << 10  # lists up to this size are read by the kernel over the bus, which takes less than an upload
 
 
 Batch = tuple[int, int, Runs, Survey, CopyCosts]
@@ -67,6 +67,7 @@ class Copy:
     total: int
     expected: float
     slots: list[_Slot] = field(default_factory=list)
+    joins: list[int] = field(default_factory=list)  # events between the streams of the copy engine
 
 
 @dataclass(eq=False)
@@ -102,7 +103,7 @@ class Copier:
         self._launch = launch or KernelLauncher(device)
         device.use()
         self._lanes = [_Lane(device.stream(self.settings.urgent)) for _ in range(self.settings.streams)]
-        self._engine_lane = _Lane(device.stream())
+        self._engine_lanes = [_Lane(device.stream()) for _ in range(self.settings.engine_streams)]
         self._events: list[int] = []
         self._all_slots = [_Slot(device, _SLOT_BYTES) for _ in range(2 * self.settings.streams)]
         self._slots = list(self._all_slots)
@@ -127,15 +128,16 @@ class Copier:
         self.device.use()
         division = divide(runs, seen, costs, self.settings.engine_preference)
         if lane is None:
-            lane = self._engine_lane if division.engine is None else min(self._lanes, key=lambda lane: lane.in_flight)
+            lanes = self._engine_lanes[:1] if division.engine is None else self._lanes
+            lane = min(lanes, key=lambda lane: lane.in_flight)
         expected = min(costs.kernel(seen.total), costs.engine(len(runs.length), seen.total))
-        copy = Copy(self._events.pop() if self._events else self.device.event(), lane, seen.total, expected)
+        copy = Copy(self._event(), lane, seen.total, expected)
         lane.in_flight += 1
         try:
             if after is not None:
                 self.device.wait_for(lane.stream, after)
             if division.engine is None or len(division.engine):
-                self._by_engine(source_at, destination_at, _rows(runs, division.engine), lane.stream)
+                self._by_engine(copy, source_at, destination_at, _rows(runs, division.engine))
             if division.kernel is None or len(division.kernel):
                 self._by_kernel(copy, source_at, destination_at, _rows(runs, division.kernel), seen)
             self.device.record(copy.event, lane.stream)
@@ -173,14 +175,35 @@ class Copier:
 
     def _forget(self, copy: Copy) -> None:
         copy.lane.in_flight -= 1
-        self._events.append(copy.event)
+        self._events += [copy.event, *copy.joins]
         self._slots += copy.slots
-        copy.slots = []
+        copy.slots, copy.joins = [], []
 
-    def _by_engine(self, source_at: int, destination_at: int, runs: Runs, stream: int) -> None:
+    def _event(self) -> int:
+        return self._events.pop() if self._events else self.device.event()
+
+    def _by_engine(self, copy: Copy, source_at: int, destination_at: int, runs: Runs) -> None:
+        """Deals the runs out to the streams of the copy engine, which begin behind the copy's and end before it."""
         destinations = (runs.destination + destination_at).tolist()
         sources = (runs.source + source_at).tolist()
-        self.device.copy_batch(destinations, sources, runs.length.tolist(), stream)
+        lengths, stream = runs.length.tolist(), copy.lane.stream
+        others = [lane.stream for lane in self._engine_lanes if lane is not copy.lane]
+        streams = [stream, *others[: min(self.settings.engine_streams, len(lengths)) - 1]]
+        if len(streams) > 1:
+            begin = self._event()
+            copy.joins.append(begin)
+            self.device.record(begin, stream)
+        for number, other in enumerate(streams[1:], 1):
+            self.device.wait_for(other, begin)
+            part = slice(number, None, len(streams))
+            self.device.copy_batch(destinations[part], sources[part], lengths[part], other)
+            end = self._event()
+            copy.joins.append(end)
+            self.device.record(end, other)
+        part = slice(0, None, len(streams))
+        self.device.copy_batch(destinations[part], sources[part], lengths[part], stream)
+        for end in copy.joins[1:]:
+            self.device.wait_for(stream, end)
 
     def _by_kernel(self, copy: Copy, source_at: int, destination_at: int, runs: Runs, seen: Survey) -> None:
         for part in kernel_lists(source_at, destination_at, runs, seen):
@@ -279,7 +302,7 @@ class Copier:
     def close(self) -> None:
         """Waits for nothing: copies must be done. Frees streams, events and lists."""
         self.device.use()
-        for lane in (*self._lanes, self._engine_lane):
+        for lane in (*self._lanes, *self._engine_lanes):
             self.device.destroy_stream(lane.stream)
         for event in self._events:
             self.device.destroy_event(event)

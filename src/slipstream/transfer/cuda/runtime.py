@@ -97,6 +97,7 @@ class Device:
         uuids = self._runtime.device_uuids()
         self.index = find_device(device, uuids)
         self.uuid = uuids[self.index]
+        self._kernels: dict[tuple[bytes, str, int], int] = {}
 
     @property
     def is_mig(self) -> bool:
@@ -217,12 +218,19 @@ class Device:
         return int(major), int(minor)
 
     def load_kernel(self, code: bytes, name: str, shared_bytes: int) -> int:
-        """The handle of a kernel in compiled code, allowed to use so much shared memory; it stays loaded."""
+        """The handle of a kernel in compiled code, allowed to use so much shared memory; it stays loaded.
+
+        Loading may wait for all work of the device, so it is done once.
+        """
+        key = (code, name, shared_bytes)
+        if key in self._kernels:
+            return self._kernels[key]
         driver = self._runtime.driver
         module = self._drive("cuModuleLoadData", code)
         function = self._drive("cuModuleGetFunction", module, name.encode())
         most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         self._drive("cuFuncSetAttribute", function, most, shared_bytes)
+        self._kernels[key] = int(function)
         return int(function)
 
     def launch(self, function: int, blocks: int, threads: int, shared_bytes: int, stream: int, parameters: int) -> None:

@@ -122,6 +122,11 @@ class CudaIpcTransport:
             raise RouteUnavailable(f"the pool cannot be exported: {error}") from error
         self._handle = Handle(handle, region.address, region.device, process_name(), self._seal)
         self._copier: Copier = copiers(self._device, self._settings)
+        try:
+            self._copier.prepare(region.address, _lengths(region.page_bytes))  # no copy waits for a compiler
+        except MissingExtra as error:
+            self._copier.close()
+            raise RouteUnavailable(error.message) from error
         self._alarm, self._bell = Alarm(), Bell()
         self._set_for = 0.0  # when the alarm is due, by perf_counter; 0 when it is not set
         self._drowsy = 0.0  # how late this machine wakes a thread that has slept, as seen lately
@@ -219,7 +224,7 @@ class CudaIpcTransport:
         """Compiles the kernels for this pool's pages and measures copies both ways, into the scratch areas."""
         copier: Copier = self._copiers(self._device, self._settings)
         try:
-            copier.prepare(remote.address, {remote.seal.page_bytes >> halving for halving in range(4)})
+            copier.prepare(remote.address, _lengths(remote.seal.page_bytes))
             mine, theirs = (self._region.address, self._seal), (remote.address, remote.seal)
             for name, (source_at, source), (to, target) in (
                 ("costs", mine, theirs),
@@ -373,6 +378,11 @@ class CudaIpcTransport:
         self._epoll.close()
         self._alarm.close()
         self._bell.close()
+
+
+def _lengths(page_bytes: int) -> set[int]:
+    """What ranks of equal and unequal numbers are likely to exchange of a page: all of its heads, a half, and so on."""
+    return {page_bytes >> halving for halving in range(4)}
 
 
 def _device(region: Region) -> Device:
