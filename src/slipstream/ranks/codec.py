@@ -17,7 +17,6 @@ from slipstream.engine.plan import IntArray, NewRow, StepPlan
 
 COLUMNS = ("token_ids", "positions", "query_start", "context_lens", "block_tables", "rows")
 HEADER = 4  # bytes that say how long the header is
-ALIGNED = 4
 
 
 class PlanOrder(msgspec.Struct, frozen=True, tag="plan"):
@@ -78,8 +77,7 @@ def encode_stop() -> list[bytes]:
 
 def _head(header: Header) -> list[bytes]:
     body = _encoder.encode(header)
-    padding = -(HEADER + len(body)) % ALIGNED
-    return [(len(body) + padding).to_bytes(HEADER, "little"), body, bytes(padding)]
+    return [len(body).to_bytes(HEADER, "little"), body]
 
 
 def _int32(column: NDArray[Any]) -> bytes:
@@ -92,7 +90,7 @@ def decode(order: bytes) -> tuple[Header, Any]:
     Raises ValueError or msgspec.MsgspecError on anything that this module has not written.
     """
     at = HEADER + int.from_bytes(order[:HEADER], "little")
-    header = _decoder.decode(order[HEADER:at].rstrip(b"\0") if at % ALIGNED == 0 else order[HEADER:at])
+    header = _decoder.decode(order[HEADER:at])
     match header:
         case PlanOrder():
             return header, _plan(header, order, at)
