@@ -140,11 +140,11 @@ def _attend(both: Twins, step: object, tokens: int, name: str) -> None:
 
 def check_decode_split(device: torch.device, dtype: torch.dtype) -> None:
     check_decode(device, dtype)
-    ops_module.decode_splits, plain = (lambda pairs: (1, 128)), ops_module.decode_splits  # type: ignore[assignment]
+    ops_module.decode_shape, plain = (lambda pairs: (1, 128, 4)), ops_module.decode_shape  # type: ignore[assignment]
     try:
         check_decode(device, dtype)
     finally:
-        ops_module.decode_splits = plain
+        ops_module.decode_shape = plain
 
 
 def check_decode_normed(device: torch.device, dtype: torch.dtype) -> None:

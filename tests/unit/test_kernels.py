@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -67,9 +68,54 @@ def test_attention_of_prompts_uses_the_tensor_cores_of_hopper():
 
 
 def test_attention_of_decoding_compiles_for_hopper():
-    scalars = {"partial": "*fp32", "weights": "*fp32", "lengths": "*i32", "tables": "*i32", "width_at": "*i32"}
-    scalars |= {"scale": "fp32", "eps": "fp32", "page_stride": "i64", "head_stride": "i64", "splits": "i32"}
-    shape = {"HEADS": 12, "GROUP": 6, "ROWS": 16, "HALF": 64, "PAGE": 16, "TILE": 64, "SPLIT": True, "QK_NORM": False}
-    ptx = _ptx("decode_attention", 9, scalars, {**shape, "PRECISION": "tf32", "PDL": True}, 4)
+    scalars = {"partial": "*fp32", "weights": "*fp32", "arrived": "*i32", "lengths": "*i32", "tables": "*i32"}
+    scalars |= {"width_at": "*i32", "scale": "fp32", "eps": "fp32", "splits": "i32"}
+    scalars |= {"page_stride": "i64", "head_stride": "i64"}
+    shape = {"HEADS": 12, "GROUP": 6, "ROWS": 16, "HALF": 64, "PAGE": 16, "TILE": 64, "SPLIT": True, "PLACES": 8}
+    shape |= {"MEMBERS": 8, "QK_NORM": False}
+    ptx = _ptx("decode_attention", 10, scalars, {**shape, "PRECISION": "tf32", "PDL": True}, 4)
     assert "mma" in ptx
     assert "griddepcontrol.wait" in ptx
+
+
+def _gluon(name: str, types: dict[str, str], constants: dict[str, object], **options: object) -> str:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from slipstream.run.cuda import hopper_kernels
+
+    function = getattr(hopper_kernels, name)
+    names = function.arg_names
+    signature = {n: types.get(n, "i32") if n not in constants else "constexpr" for n in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*"}
+    given = {(names.index(n),): value for n, value in constants.items()}
+    source = GluonASTSource(function, signature, constexprs=given, attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **options}).asm["ptx"]
+
+
+def _descriptor(rows: int, columns: int) -> str:
+    from triton.experimental.gluon import language as gl
+
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
+    return f"tensordesc<bf16[{rows}, {columns}],{layout!r}>"
+
+
+@pytest.mark.parametrize(("gated", "split"), [(True, False), (False, True)])
+def test_a_product_of_few_rows_fetches_weights_before_it_waits(gated: bool, split: bool):
+    types = {"weights": _descriptor(64, 128), "x": _descriptor(32, 128), "bias": "*bf16", "out": "*bf16"}
+    types |= {"partial": "*fp32", "arrived": "*i32"}
+    flags = {"STAGES": 4, "BIAS": True, "ADD": not gated, "GATED": gated, "SPLIT": split, "PDL": True}
+    ptx = _gluon("few_rows", types, flags, launch_pdl=True)
+    fetches, waits = ptx.index("cp.async.bulk.tensor"), ptx.index("griddepcontrol.wait")
+    assert fetches < waits < ptx.index("wgmma.mma_async")
+    assert ("atom.global.gpu.acq_rel" in ptx) == split
+
+
+@pytest.mark.parametrize(("dim", "tile", "stages"), [(128, 128, 2), (64, 128, 4)])
+def test_attention_of_prompts_gives_each_group_of_warps_its_part(dim: int, tile: int, stages: int):
+    types = {"query": _descriptor(64, dim), "keys": _descriptor(tile, dim), "values": _descriptor(tile, dim)}
+    types |= {"out": "*bf16", "query_start": "*i32", "lengths": "*i32", "starts": "*i32", "scale": "fp32"}
+    ptx = _gluon("attend", types, {"HEADS": 12, "GROUP": 6, "STAGES": stages}, maxnreg=168)
+    assert re.search(r"setmaxnreg.inc.sync.aligned.u32\s+240", ptx)
+    assert "wgmma.mma_async.sync.aligned.m64n128k16" in ptx

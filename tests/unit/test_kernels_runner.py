@@ -14,7 +14,7 @@ from slipstream.config import EngineConfig
 from slipstream.run.cuda.graphs import graph_sizes
 from slipstream.run.cuda.inputs import DecodeInputs, MixedInputs
 from slipstream.run.cuda.memory import step_bytes
-from slipstream.run.cuda.ops import LAID_OUT_BYTES, decode_splits
+from slipstream.run.cuda.ops import LAID_OUT_BYTES, decode_shape
 from slipstream.run.cuda.runner import CudaRunner, wants_most_likely
 from slipstream.run.cuda.twins import TorchOps
 from slipstream.run.device import GPU_RESERVE_BYTES, pool_pages
@@ -118,12 +118,12 @@ def test_graph_sizes_grow_by_a_quarter_and_end_at_the_most():
 
 def test_splits_fill_the_chip_and_no_more():
     for pairs in (1, 2, 8, 64, 191, 192, 2048):
-        splits, tile = decode_splits(pairs)
+        splits, tile, warps = decode_shape(pairs)
         assert 1 <= splits <= 64
-        assert splits == 1 or splits * pairs <= 384
-        assert tile in (64, 128)
-    assert decode_splits(2) == (64, 64)
-    assert decode_splits(256)[0] == 1
+        assert splits <= 2 or splits * pairs <= 512
+        assert (tile, warps) in ((64, 2), (64, 4))
+    assert decode_shape(2)[0] == 64
+    assert decode_shape(512)[0] == 1
 
 
 def test_only_plain_greedy_rows_take_the_most_likely_token_unseen():

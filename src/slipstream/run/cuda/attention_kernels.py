@@ -2,9 +2,9 @@
 
 Decoding, one new token a sequence: `decode_attention` takes the raw projections of the step, rotates the query and the
 new key, writes key and value into their page, and attends over the earlier tokens, all query heads of one KV head
-together. While sequences are too few to fill the chip the earlier tokens are divided among several programs, whose
-shares `merge_splits` adds up. Each program reads on the device how long its sequence is, so that a captured CUDA graph
-stays right when lengths and block tables change.
+together. While sequences are too few to fill the chip the earlier tokens are divided among several programs, and the
+last of them to be done merges the shares of all. Each program reads on the device how long its sequence is, so that a
+captured CUDA graph stays right when lengths and block tables change.
 
 Prompts: `rotate_and_write` rotates queries and keys in place and writes keys and values into their pages, then
 `prefill_attention` lets each token see its sequence up to itself, earlier chunks included, all through the block table.
@@ -54,6 +54,7 @@ def decode_attention(
     out,
     partial,
     weights,
+    arrived,
     pool,
     cosines,
     sines,
@@ -72,12 +73,15 @@ def decode_attention(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
+    PLACES: tl.constexpr,
+    MEMBERS: tl.constexpr,
     QK_NORM: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # qkv [sequences, (HEADS + 2 * KV heads) * DIM]; out [sequences, HEADS * DIM]; scale includes log2(e).
-    # When SPLIT: partial [sequences, HEADS, splits, DIM] and weights [sequences, HEADS, splits], float32.
+    # When SPLIT: partial [sequences, HEADS, splits, DIM] and weights [sequences, HEADS, splits], float32, and arrived
+    # [sequences, KV heads], zero before and after; splits is at most PLACES, GROUP at most MEMBERS.
     DIM: tl.constexpr = 2 * HALF
     KV_HEADS: tl.constexpr = HEADS // GROUP
     sequence = tl.program_id(0)
@@ -109,7 +113,6 @@ def decode_attention(
     if PDL:
         gdc_wait()
     if (split > 0) & (first >= tiles):
-        tl.store(weights + (sequence * HEADS + head) * splits + split, float("-inf"), mask=live)
         return
 
     start = qkv + sequence.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * DIM)
@@ -176,24 +179,52 @@ def decode_attention(
         base = (sequence * HEADS + head) * splits + split
         tl.store(weights + base, top + tl.log2(total), mask=live)
         tl.store(partial + base[:, None].to(tl.int64) * DIM + dim[None, :], sums, mask=live[:, None])
+        # The last program of a sequence and KV head to arrive merges the shares of all, head by head.
+        busy = tl.maximum(tl.cdiv(tiles, tl.maximum(each, 1)), 1)
+        counter = arrived + sequence * KV_HEADS + kv_head
+        tl.debug_barrier()
+        if tl.atomic_add(counter, 1, sem="acq_rel") == busy - 1:
+            tl.store(counter, 0)
+            _merge(partial, weights, out, sequence * HEADS + kv_head * GROUP, busy, splits, GROUP, MEMBERS, PLACES, DIM)
 
 
-@triton.jit(do_not_specialize=["splits"])
-def merge_splits(partial, weights, out, splits, PLACES: tl.constexpr, DIM: tl.constexpr, PDL: tl.constexpr):
-    # One program a (sequence, head). What splits without tokens left in `partial` counts for nothing.
-    row = tl.program_id(0)
-    place = tl.arange(0, PLACES)
+@triton.jit
+def _merge(
+    partial,
+    weights,
+    out,
+    first_row,
+    busy,
+    splits,
+    GROUP: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    PLACES: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    # Shares of GROUP heads were written by other multiprocessors, so none may come from this one's own cache.
+    member = tl.arange(0, MEMBERS)
     dim = tl.arange(0, DIM)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    weight = tl.load(weights + row * splits + place, mask=place < splits, other=float("-inf"))
-    share = tl.exp2(weight - tl.max(weight, 0))
-    at = partial + (row * splits + place)[:, None].to(tl.int64) * DIM + dim[None, :]
-    sums = tl.load(at, mask=(place < splits)[:, None], other=0.0)
-    sums = tl.where((share > 0)[:, None], sums, 0.0)
-    sums = tl.sum(sums * share[:, None], 0) / tl.sum(share, 0)
-    tl.store(out + row * DIM + dim, sums.to(out.dtype.element_ty))
+    live = member < GROUP
+    base = (first_row + member) * splits
+    place = tl.arange(0, PLACES)
+    weight = tl.load(
+        weights + base[:, None] + place[None, :],
+        mask=live[:, None] & (place < busy)[None, :],
+        other=float("-inf"),
+        cache_modifier=".cg",
+    )
+    top = tl.where(live, tl.max(weight, 1), 0.0)
+    total = tl.where(live, tl.sum(tl.exp2(weight - top[:, None]), 1), 1.0)
+    sums = tl.zeros([MEMBERS, DIM], tl.float32)
+    for start in range(0, busy, 8):
+        for offset in tl.static_range(8):
+            one = base + start + offset
+            known = live & (start + offset < busy)
+            share = tl.exp2(tl.load(weights + one, mask=known, other=float("-inf"), cache_modifier=".cg") - top)
+            part = partial + one[:, None].to(tl.int64) * DIM + dim[None, :]
+            sums += tl.load(part, mask=known[:, None], other=0.0, cache_modifier=".cg") * share[:, None]
+    to = out + (first_row + member)[:, None].to(tl.int64) * DIM + dim[None, :]
+    tl.store(to, (sums / total[:, None]).to(out.dtype.element_ty), mask=live[:, None])
 
 
 @triton.jit

@@ -16,10 +16,11 @@ from slipstream.model.config import ModelConfig
 from slipstream.model.layers import Linear, RMSNorm, Rotary
 from slipstream.model.llama import DecoderLayer
 from slipstream.run.attention import PagedPool
+from slipstream.run.cuda import hopper
 from slipstream.run.cuda.inputs import ROW_BLOCK, DecodeColumns, MixedColumns
 
 LOG2E = math.log2(math.e)
-DECODE_PROGRAMS = 384  # measured on an H200: more splits than fill the chip so far cost more than they hide
+DECODE_PROGRAMS = 512  # measured on an H200: more splits than fill the chip so far cost more than they hide
 MOST_SPLITS = 64
 LAID_OUT_BYTES = 512 << 20  # keys and values of one layer that prefill attention may lay out; more stay in their pages
 HEAD_DIMS = (32, 64, 128, 256)
@@ -51,14 +52,15 @@ class Ops(Protocol):
         ...
 
 
-def decode_splits(pairs: int) -> tuple[int, int]:
-    """(programs that share the context of one sequence and KV head, tokens they take at a time), for `pairs` of these.
+def decode_shape(pairs: int) -> tuple[int, int, int]:
+    """(programs that share the context of one sequence and KV head, tokens they take at a time, warps of each), for
+    `pairs` of these.
 
     Depends on nothing else, so that a sequence's numbers do not depend on the lengths of others.
     """
-    if pairs >= DECODE_PROGRAMS // 2:
-        return 1, 128 if pairs <= DECODE_PROGRAMS else 64
-    return min(MOST_SPLITS, DECODE_PROGRAMS // pairs), 64
+    if pairs >= 384:
+        return 1, 64, 4
+    return max(2, min(MOST_SPLITS, DECODE_PROGRAMS // pairs)), 64, 2
 
 
 def one_row_shape(outputs: int, inputs: int, gated: bool) -> tuple[int, int, int]:
@@ -91,8 +93,11 @@ class TritonOps:
         self._pdl: dict[str, Any] = {"PDL": pdl, "launch_pdl": True} if pdl else {"PDL": False}
         self.one_row_shape = one_row_shape  # a benchmark may try others, of these
         self.paged_shape, self.gathered_shape = paged_shape, gathered_shape
-        hopper = pool.device.type == "cuda" and torch.cuda.get_device_capability(pool.device) >= (9, 0)
-        self._gathers = hopper and pool.dtype != torch.float32 and pool.layout.head_dim in (64, 128)
+        has_tensor_copies = pool.device.type == "cuda" and torch.cuda.get_device_capability(pool.device) >= (9, 0)
+        self._gathers = has_tensor_copies and pool.dtype != torch.float32 and pool.layout.head_dim in (64, 128)
+        self._hopper = hopper.usable(pool.device, pool.dtype)
+        self._few = hopper.FewRows(pool.device, pdl=pdl) if self._hopper else None
+        self.few_rows_pay, self.prompt_shape = hopper.few_rows_pay, hopper.prompt_shape  # likewise
         self._room_laid_out = LAID_OUT_BYTES // (2 * pool.layout.kv_heads * pool.layout.head_dim * pool.dtype.itemsize)
         self._laid: tuple[tuple[int, int], tuple[Tensor, Tensor], tuple[Any, ...]] | None = None
         self._precision = "ieee" if pool.dtype == torch.float32 else "tf32"
@@ -102,9 +107,10 @@ class TritonOps:
         self._layer_stride = 2 * layout.page_tokens * layout.head_dim
         self._scale = LOG2E / math.sqrt(layout.head_dim)
         self._group = config.heads // config.kv_heads
-        room = max(size * config.heads * decode_splits(size * layout.kv_heads)[0] for size in range(1, rows + 1))
+        room = max(size * config.heads * decode_shape(size * layout.kv_heads)[0] for size in range(1, rows + 1))
         self._partial = torch.empty(room * layout.head_dim, dtype=torch.float32, device=device)
         self._weights = torch.empty(room, dtype=torch.float32, device=device)
+        self._arrived = torch.zeros(rows * layout.kv_heads, dtype=torch.int32, device=device)
 
     # ------------------------------------------------------------------------------------------------------- products
 
@@ -117,27 +123,42 @@ class TritonOps:
         return out
 
     def project(self, x: Tensor, linear: Linear, out: Tensor, norm: RMSNorm | None = None) -> Tensor:
-        if self._streams(x, linear):
+        few = self._few_rows(x, linear)
+        if few is None and self._streams(x, linear):
             return self._stream(x, linear, out, norm)
         if norm is not None:
             x = self.rms_norm(x, norm, torch.empty_like(x))
+        if few is not None:
+            return few(x, linear, out)
         if linear.bias is None:
             return torch.mm(x, linear.transposed, out=out)
         return torch.addmm(linear.bias, x, linear.transposed, out=out)
 
     def add_project(self, x: Tensor, linear: Linear, out: Tensor) -> Tensor:
+        few = self._few_rows(x, linear, add=True)
+        if few is not None:
+            return few(x, linear, out, add=True)
         if self._streams(x, linear):
             return self._stream(x, linear, out, add=True)
         out.addmm_(x, linear.transposed)
         return out if linear.bias is None else out.add_(linear.bias)
 
     def gated(self, x: Tensor, gate_up: Linear, out: Tensor, norm: RMSNorm) -> Tensor:
+        few = self._few_rows(x, gate_up, gated=True)
+        if few is not None:
+            return few(self.rms_norm(x, norm, torch.empty_like(x)), gate_up, out, gated=True)
         if self._streams(x, gate_up):
             return self._stream(x, gate_up, out, norm, gated=True)
         both = self.project(x, gate_up, x.new_empty(x.shape[0], gate_up.weight.shape[0]), norm)
         size = out.shape[1]
         self._kernels.silu_mul[(x.shape[0], -(-size // 2048))](both, out, size, BLOCK=2048, num_warps=8, **self._pdl)
         return out
+
+    def _few_rows(self, x: Tensor, linear: Linear, *, add: bool = False, gated: bool = False) -> hopper.FewRows | None:
+        (rows, inputs), outputs = x.shape, linear.weight.shape[0] // (2 if gated else 1)
+        if self._few is None or not self.few_rows_pay(outputs, inputs, rows, add=add, gated=gated):
+            return None
+        return self._few
 
     def _streams(self, x: Tensor, linear: Linear) -> bool:
         return x.shape[0] == 1 and linear.weight.shape[1] % 8 == 0 and self.streams
@@ -183,7 +204,7 @@ class TritonOps:
 
     def decode_attention(self, layer: DecoderLayer, qkv: Tensor, out: Tensor, step: DecodeColumns) -> Tensor:
         layout, sequences = self.pool.layout, qkv.shape[0]
-        splits, tile = decode_splits(sequences * layout.kv_heads)
+        splits, tile, warps = decode_shape(sequences * layout.kv_heads)
         query_gain, key_gain, eps, normed = self._gains(layer)
         self._attention.decode_attention[(sequences, layout.kv_heads, splits)](
             qkv,
@@ -192,6 +213,7 @@ class TritonOps:
             out,
             self._partial,
             self._weights,
+            self._arrived,
             self._keys(layer),
             self.rotary.cos,
             self.rotary.sin,
@@ -210,23 +232,14 @@ class TritonOps:
             PAGE=layout.page_tokens,
             TILE=tile,
             SPLIT=splits > 1,
+            PLACES=8 if splits <= 8 else MOST_SPLITS,
+            MEMBERS=power_of_two(self._group),
             QK_NORM=normed,
             PRECISION=self._precision,
-            num_warps=4,
+            num_warps=warps,
             num_stages=3,
             **self._pdl,
         )
-        if splits > 1:
-            self._attention.merge_splits[(sequences * self.config.heads,)](
-                self._partial,
-                self._weights,
-                out,
-                splits,
-                PLACES=16 if splits <= 16 else MOST_SPLITS,
-                DIM=layout.head_dim,
-                num_warps=4,
-                **self._pdl,
-            )
         return out
 
     def prefill_attention(self, layer: DecoderLayer, qkv: Tensor, out: Tensor, step: MixedColumns) -> Tensor:
@@ -288,6 +301,8 @@ class TritonOps:
         """Lays the sequences out first: a few microseconds that the tensor copy engine's speed is worth many times."""
         layout, heads, chunks = self.pool.layout, self.config.heads, step.lengths.shape[0]
         rows, tile, warps, stages = self.gathered_shape()
+        if self._hopper:
+            tile, stages = self.prompt_shape(layout.head_dim)
         laid, descriptors = self._laid_out(step.laid_out, tile)
         self._attention.gather_pages[(-(-step.longest_context // ROW_BLOCK), layout.kv_heads, chunks)](
             keys,
@@ -304,13 +319,17 @@ class TritonOps:
             TILE=ROW_BLOCK,
             num_warps=8,
         )
+        columns = step.query_start, step.lengths, step.starts
+        if self._hopper:
+            shape = {"heads": heads, "group": self._group, "dim": layout.head_dim, "stages": stages}
+            return hopper.attend_prompts(
+                qkv, descriptors, out, columns, step.laid_out, step.longest, self._scale, **shape
+            )
         self._attention.prefill_gathered[(-(-step.longest // rows), heads, chunks)](
             qkv,
             out,
             *descriptors,
-            step.query_start,
-            step.lengths,
-            step.starts,
+            *columns,
             step.laid_out,
             self._scale,
             HEADS=heads,
@@ -326,14 +345,19 @@ class TritonOps:
     def _laid_out(self, total: int, tile: int) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:
         """Room for keys and values [KV heads * total, dim] each, and their descriptors; the same for all layers."""
         if self._laid is None or self._laid[0] != (total, tile):
-            from triton.tools.tensor_descriptor import TensorDescriptor  # pyright: ignore[reportMissingImports]
-
             heads, dim = self.pool.layout.kv_heads, self.pool.layout.head_dim
             self._laid = None  # its memory may serve again
             both = torch.empty(2, heads * total, dim, dtype=self.pool.dtype, device=self.pool.device)
-            descriptors = tuple(TensorDescriptor.from_tensor(one, [tile, dim]) for one in both)
+            describe = hopper.describe if self._hopper else _describe
+            descriptors = tuple(describe(one, [tile, dim]) for one in both)
             self._laid = (total, tile), (both[0], both[1]), descriptors
         return self._laid[1], self._laid[2]
+
+
+def _describe(tensor: Tensor, block: list[int]) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor  # pyright: ignore[reportMissingImports]
+
+    return TensorDescriptor.from_tensor(tensor, block)
 
 
 def paged_shape(dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:

@@ -1,0 +1,149 @@
+"""The host's side of `hopper_kernels`: descriptors of tensors, shapes of programs, scratch memory.
+
+A tensor descriptor tells the copy engine where a tensor lies; making one takes microseconds, so those of weights are
+kept, and captured graphs hold theirs by value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.model.layers import Linear
+
+MOST_ROWS = 64  # of `FewRows`
+WIDE = 1 << 16  # outputs of a product that only the head of a model has
+PARTIAL_BYTES = 16 << 20  # room for the shares of divided products
+COUNTERS = 4096
+PROMPT_ROWS = 128  # query rows of a program of `PromptAttention`
+GROUP_ROWS = 64  # of one group of warps
+PROMPT_REGISTERS = 168  # a thread, of 12 warps: 240 for those that compute, 24 for those that fetch
+
+
+def usable(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether these kernels can run: Hopper, and a triton that speaks Gluon."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    try:
+        from slipstream.run.cuda import hopper_kernels  # noqa: F401
+    except ImportError:
+        return False
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+def describe(tensor: Tensor, block: list[int]) -> Any:
+    """A descriptor of a row-major matrix in blocks, swizzled as the matrix units want it."""
+    from triton.experimental.gluon import language as gl  # pyright: ignore[reportMissingImports]
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # pyright: ignore[reportMissingImports]
+
+    kind = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[tensor.dtype]
+    layout = gl.NVMMASharedLayout.get_default_for(block, kind)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)
+
+
+def few_rows_pay(outputs: int, inputs: int, rows: int, *, add: bool, gated: bool) -> bool:
+    """Whether `few_rows` is faster than cuBLAS, and with one row than `kernels.one_row`: measured on an H200."""
+    if inputs % 8:  # the copy engine wants rows at multiples of 16 bytes
+        return False
+    if rows == 1:
+        return not gated and (outputs >= WIDE or inputs >= 4 * outputs)
+    return rows <= 32 or (rows <= MOST_ROWS and not add)
+
+
+def few_rows_shape(outputs: int, inputs: int, rows: int, gated: bool) -> tuple[int, int, int, int]:
+    """(outputs, inputs at a time, stages, shares of the inner dimension) of a program of `few_rows`."""
+    if gated:
+        return (64, 128, 2, 1) if inputs <= 2048 else (64, 128, 4, 1)
+    if outputs >= WIDE:
+        return 128, 128, 3, 1
+    tiles = -(-outputs // 64)
+    programs, least = (256, 2048) if rows <= 16 else (128, 2560)
+    splits = max(1, min(programs // tiles, inputs // least))
+    return (64, 128, 6, splits) if splits > 1 and inputs >= 8192 else (64, 256, 3, splits)
+
+
+class FewRows:
+    """Products with up to MOST_ROWS rows: out = act(x W^T + b), or out += x W^T + b."""
+
+    def __init__(self, device: torch.device, *, pdl: bool) -> None:
+        from slipstream.run.cuda import hopper_kernels
+
+        self._kernel: Any = hopper_kernels.few_rows
+        self._pdl: dict[str, Any] = {"PDL": pdl, "launch_pdl": pdl}
+        self._partial = torch.empty(PARTIAL_BYTES // 4, dtype=torch.float32, device=device)
+        self._arrived = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        self._described: dict[tuple[int, int, int], Any] = {}
+        self.shape = few_rows_shape  # a benchmark may try others
+
+    def __call__(self, x: Tensor, linear: Linear, out: Tensor, *, add: bool = False, gated: bool = False) -> Tensor:
+        (rows, inputs), outputs = x.shape, out.shape[1]
+        count, block, stages, splits = self.shape(outputs, inputs, rows, gated)
+        room = max(8, 1 << (rows - 1).bit_length())
+        tiles = -(-outputs // count)
+        assert tiles <= COUNTERS
+        assert tiles * splits * count * room * 4 * (1 + gated) <= PARTIAL_BYTES or splits == 1
+        key = (linear.weight.data_ptr(), count, block)
+        if key not in self._described:
+            self._described[key] = describe(linear.weight, [count, block])
+        self._kernel[(tiles, splits)](
+            self._described[key],
+            describe(x, [room, block]),
+            x if linear.bias is None else linear.bias,
+            out,
+            self._partial,
+            self._arrived,
+            rows,
+            outputs,
+            inputs,
+            splits,
+            STAGES=stages,
+            BIAS=linear.bias is not None,
+            ADD=add,
+            GATED=gated,
+            SPLIT=splits > 1,
+            num_warps=4,
+            **self._pdl,
+        )
+        return out
+
+
+def prompt_shape(dim: int) -> tuple[int, int]:
+    """(tokens of a tile, stages) of a program of `attend`."""
+    return (128, 2) if dim == 128 else (128, 4)
+
+
+def attend_prompts(
+    qkv: Tensor,
+    laid: tuple[Any, Any],
+    out: Tensor,
+    columns: tuple[Tensor, Tensor, Tensor],
+    total: int,
+    longest: int,
+    scale: float,
+    *,
+    heads: int,
+    group: int,
+    dim: int,
+    stages: int,
+) -> Tensor:
+    """Attention of chunks over laid-out keys and values (descriptors); columns: query_start, lengths, starts."""
+    from slipstream.run.cuda import hopper_kernels
+
+    sequences = columns[1].shape[0]
+    kernel: Any = hopper_kernels.attend
+    kernel[(heads, -(-longest // PROMPT_ROWS), sequences)](
+        describe(qkv, [GROUP_ROWS, dim]),
+        *laid,
+        out,
+        *columns,
+        total,
+        scale,
+        HEADS=heads,
+        GROUP=group,
+        STAGES=stages,
+        num_warps=4,
+        maxnreg=PROMPT_REGISTERS,
+    )
+    return out
