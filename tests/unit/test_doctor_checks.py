@@ -86,6 +86,11 @@ OLD_DRIVER = msgspec.structs.replace(
     systems.driver(1), nvml=msgspec.structs.replace(systems.driver(1).nvml, driver="535.54.03")
 )
 
+INTERLEAVED = {  # CPU numbers of two sockets in turn
+    "/sys/devices/system/node/node0/cpulist": ",".join(map(str, range(0, 32, 2))),
+    "/sys/devices/system/node/node1/cpulist": ",".join(map(str, range(1, 32, 2))),
+    "/sys/devices/pci0000:10/0000:10:01.0/0000:11:00.0/local_cpulist": ",".join(map(str, range(0, 32, 2))),
+}
 FAULTS: dict[str, tuple[str, str, System, str]] = {
     # what: (check, status, machine, words of the result)
     "no files in a container": ("container.rdma-files", "warn", rdma(without="/dev/infiniband"), "mlx5_0, mlx5_1"),
@@ -219,6 +224,12 @@ FAULTS: dict[str, tuple[str, str, System, str]] = {
         gpu(1, {"/sys/devices/system/node/node1/cpulist": "8-15"}, cpus=frozenset(range(8, 16))),
         "near GPU0",
     ),
+    "a cut list of cpus": (
+        "gpu.near-cpus",
+        "warn",
+        gpu(1, INTERLEAVED, cpus=frozenset({0, 2, 4, 6, 8, 10})),
+        "CPUs 0,2,4,6,8,10: the first of the 16 near GPU0",
+    ),
     "narrow link": (
         "gpu.pcie-link",
         "warn",
@@ -321,6 +332,12 @@ FAULTS: dict[str, tuple[str, str, System, str]] = {
         "mlx5_0: 200 Gb/s port",
     ),
     "unknown name": ("rdma.names", "fail", rdma(environ={"NCCL_IB_HCA": "=mlx5_7:1"}), "mlx5_7, which is not here"),
+    "a column's number for a name": (
+        "rdma.names",
+        "fail",
+        rdma(environ={"NCCL_IB_HCA": "NIC1"}),
+        "NIC1, which is not here (NIC1 of nvidia-smi's matrix is a position: the device there is mlx5_1)",
+    ),
     "dead name": (
         "rdma.names",
         "fail",

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -94,12 +95,28 @@ def namespaces() -> bool:
     return bool(tool) and subprocess.run([str(tool), "-rmn", "true"], capture_output=True).returncode == 0
 
 
-@pytest.mark.skipif(not namespaces(), reason="this user may not make namespaces")
+in_a_namespace = pytest.mark.skipif(not namespaces(), reason="this user may not make namespaces")
+
+LOOPBACK_UP = """
+import fcntl, socket, struct
+with socket.socket() as probe:
+    fcntl.ioctl(probe, 0x8914, struct.pack("16sh14x", b"lo", 0x49))  # SIOCSIFFLAGS: up, loopback, running
+"""
+
+
+def inside(*steps: str) -> tuple[str, ...]:
+    """A command's surroundings: namespaces of its own for files and network, in which these shell lines have run."""
+    return ("unshare", "-rmn", "sh", "-c", " && ".join([*steps, 'exec "$@"']), "sh")
+
+
+def python(program: str) -> str:
+    return f"{sys.executable} -c {shlex.quote(program)}"
+
+
+@in_a_namespace
 def test_a_namespace_without_shared_memory_loopback_and_ports_is_named_rightly(tmp_path: Path):
-    script = (
-        f"mount --bind {tmp_path} /dev && echo '40000 40003' > /proc/sys/net/ipv4/ip_local_port_range && exec \"$@\""
-    )
-    code, results = doctor(wrap=("unshare", "-rmn", "sh", "-c", script, "sh"), stdin=subprocess.DEVNULL)
+    few = "echo '40000 40003' > /proc/sys/net/ipv4/ip_local_port_range"
+    code, results = doctor(wrap=inside(f"mount --bind {tmp_path} /dev", few), stdin=subprocess.DEVNULL)
     assert code == 1
     assert bad(results) - MACHINE_OF_THE_TESTS == {
         "limits.shared-memory",
@@ -108,6 +125,53 @@ def test_a_namespace_without_shared_memory_loopback_and_ports_is_named_rightly(t
     }
     assert results["network.free-ports"]["because"] == ["network.loopback"]
     assert "4 ports" in results["network.free-ports"]["seen"]
+
+
+@in_a_namespace
+def test_a_namespace_that_lacks_nothing_is_healthy():
+    code, results = doctor(wrap=inside(python(LOOPBACK_UP)), stdin=subprocess.DEVNULL)
+    assert bad(results) - MACHINE_OF_THE_TESTS == set()
+    assert code == 0
+
+
+@in_a_namespace
+def test_without_shared_memory_that_alone_is_named(tmp_path: Path):
+    wrap = inside(python(LOOPBACK_UP), f"mount --bind {tmp_path} /dev")
+    _, results = doctor(wrap=wrap, stdin=subprocess.DEVNULL)
+    assert bad(results) - MACHINE_OF_THE_TESTS == {"limits.shared-memory"}
+    assert "/dev/shm" in results["limits.shared-memory"]["seen"]
+
+
+@in_a_namespace
+def test_a_range_of_ports_that_are_all_taken_is_a_failure_and_named_alone():
+    """A firewall or a busy host: the range is there, and no port of it can be had."""
+    few = "echo '40000 40003' > /proc/sys/net/ipv4/ip_local_port_range"
+    take = "import os, socket, sys; s = [socket.create_server(('127.0.0.1', p)) for p in range(40000, 40004)]; "
+    take += "[os.set_inheritable(x.fileno(), True) for x in s]; os.execvp(sys.argv[1], sys.argv[1:])"
+    wrap = (*inside(python(LOOPBACK_UP), few), sys.executable, "-c", take)
+    code, results = doctor(wrap=wrap, stdin=subprocess.DEVNULL, close_fds=False)
+    assert code == 1
+    assert bad(results) - MACHINE_OF_THE_TESTS == {"network.free-ports"}
+    assert "in use" in results["network.free-ports"]["seen"]
+    assert "ip_local_port_range" in results["network.free-ports"]["remedy"]
+
+
+def test_each_single_trouble_is_named_alone(tmp_path: Path):
+    """The whole diagnosis, one thing wrong at a time: nothing else is blamed."""
+
+    def lower() -> None:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+
+    (tmp_path / "config.json").write_text("{}")
+    known = {name for name in MACHINE_OF_THE_TESTS if name != "limits.memlock"}
+    _, locked = doctor(preexec_fn=lower)
+    assert bad(locked) - known == {"limits.memlock"}
+    _, proxied = doctor(environment={"http_proxy": "http://10.1.1.1:3128", "no_proxy": "", "NO_PROXY": ""})
+    assert bad(proxied) - MACHINE_OF_THE_TESTS == {"network.proxy"}
+    code, broken = doctor("--model", str(tmp_path))
+    assert code == 1
+    assert "config.model" in bad(broken) - MACHINE_OF_THE_TESTS <= {"config.model", "config.tokenizer"}
+    assert not broken["config.model"].get("because")
 
 
 def test_the_text_says_what_was_seen_wanted_and_what_to_do(monkeypatch: pytest.MonkeyPatch):

@@ -95,7 +95,15 @@ LINES = {
     "pcie-ceiling": [
         "mlx5_core 0000:3b:00.0: 63.008 Gb/s available PCIe bandwidth, limited by 8.0 GT/s PCIe x8 link at 0000:3a:00.0"
     ],
-    "device-name-unknown": ["Device mlx5_7 port not active", "E0610 No matched device found: mlx5_77"],
+    "device-name-unknown": [
+        "Device mlx5_7 port not active",
+        "E0610 No matched device found: mlx5_77",
+        "UCX  WARN  network device 'mlx5_9:1' is not available, please use one or more of: 'mlx5_0:1'(IB)",
+    ],
+    "nic-number-as-name": [
+        "ucp_context.c:771 UCX WARN network device 'NIC1:1' is not available, please use one or more of: 'mlx5_2:1'",
+        "E0610 No matched device found: NIC4",
+    ],
     "gpudirect-off": ["NCCL INFO NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0'"],
     "peermem-not-registered": ["nvidia_peermem: Unknown symbol ib_register_peer_memory_client (err -2)"],
     "gpu-memory-not-registered": [

@@ -8,6 +8,7 @@ from slipstream.doctor.case import Case, size, some
 from slipstream.doctor.driver import Card
 from slipstream.doctor.verdict import Remedy, Verdict, absent, check, fail, ok, unchecked, warn
 from slipstream.topo.graph import Gpu
+from slipstream.topo.read.affinity import looks_truncated
 
 _LOST, _HUNG = 79, 119
 _DRIVER_OF_CUDA = {11: 450, 12: 525, 13: 580}  # oldest driver branch that runs a CUDA major version
@@ -237,7 +238,8 @@ def near_cpus(case: Case) -> Verdict:
         return absent("one NUMA node" if case.machine.gpus else _NO_GPU)
     far = [gpu.name for gpu in placed if not cpu_set(gpu.cpus) & case.system.cpus]
     if not far:
-        return ok(f"{len(case.system.cpus)} CPUs, on the side of every GPU")
+        cut = next((gpu for gpu in placed if _is_cut(case.system.cpus, cpu_set(gpu.cpus or ""))), None)
+        return _cut_list(case, cut) if cut else ok(f"{len(case.system.cpus)} CPUs, on the side of every GPU")
     return warn(
         f"none of this process's CPUs is near {some(far)}",
         wanted="cores of the GPU's own socket",
@@ -247,6 +249,23 @@ def near_cpus(case: Case) -> Verdict:
             container="leave out --cpuset-cpus, or give it cores of both sockets",
             pod="set topologyManagerPolicy: single-numa-node, or give the pod more cores",
         ),
+    )
+
+
+def _is_cut(bound: frozenset[int], near: frozenset[int]) -> bool:
+    """Whether a process is bound to what `nvidia-smi topo -m` prints of the CPUs near a GPU where it cuts the list."""
+    first = sorted(near)[: len(bound)]
+    whole, shorter = (looks_truncated(",".join(map(str, cpus))) for cpus in (first, first[:-1]))
+    return len(bound) < len(near) and bound == set(first) and whole and not shorter
+
+
+def _cut_list(case: Case, gpu: Gpu) -> Verdict:
+    near = cpu_set(gpu.cpus or "")
+    return warn(
+        f"bound to CPUs {','.join(map(str, sorted(case.system.cpus)))}: the first of the {len(near)} near {gpu.name}",
+        wanted=f"all CPUs near it, {gpu.cpus}, or a choice that was meant",
+        why="nvidia-smi topo -m cuts long lists of CPUs; a worker that is bound to what it shows has these few alone",
+        remedy=f"take the list from /sys/bus/pci/devices/{gpu.pci}/local_cpulist, or from slipstream topo",
     )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Sequence
 
 from slipstream.doctor.case import Case, some
 from slipstream.doctor.verdict import Remedy, Verdict, absent, check, fail, ok, unchecked, warn
-from slipstream.topo import choose
+from slipstream.topo import choose, levels
 from slipstream.topo.graph import Nic, Port
 
 _NONE = "no RDMA device on this machine"
@@ -246,9 +247,9 @@ def names(case: Case) -> Verdict:
     for variable, name in asked:
         matching = [nic for key, nic in known.items() if key == name or key.startswith(name)]
         if not matching and name not in case.system.addresses:
-            wrong.append(f"{variable} names {name}, which is not here")
+            wrong.append(f"{variable} names {name}, which is not here{_meant(name, case.machine.nics)}")
         elif matching and not any(nic.usable for nic in matching):
-            wrong.append(f"{variable} names {name}, which cannot be used")
+            wrong.append(f"{variable} names {name}, which cannot be used{_meant(name, case.machine.nics)}")
     if not wrong:
         return ok(some([name for _, name in asked]))
     there = some([f"{nic.name} ({'usable' if nic.usable else 'not usable'})" for nic in known.values()])
@@ -258,6 +259,17 @@ def names(case: Case) -> Verdict:
         why="the library finds no device, and fails or goes over TCP without a word",
         remedy="correct or unset the variable; names differ between machines",
     )
+
+
+def _meant(name: str, nics: Sequence[Nic]) -> str:
+    """The device at the position that the number in a name is, where that is another device: nvidia-smi's matrix
+    numbers its columns NIC0, NIC1 ... without a gap, and says below which device each is."""
+    number = re.search(r"(\d+)$", name)
+    ordered = sorted((nic.name for nic in nics), key=levels.natural)
+    place = int(number.group(1)) if number else len(ordered)
+    if place >= len(ordered) or ordered[place] == name:
+        return ""
+    return f" (NIC{place} of nvidia-smi's matrix is a position: the device there is {ordered[place]})"
 
 
 def device_names(value: str) -> list[str]:

@@ -251,6 +251,13 @@ SYMPTOMS = (
         checks="gpu.near-cpus",
     ),
     symptom(
+        "cpu-list-cut",
+        "A worker is bound to the first few of the CPUs near its GPU",
+        cause="nvidia-smi topo -m cuts long lists of CPUs (0,2,4,6,8,10 of 36); the worker was bound to what it shows",
+        remedies=("take the list from the GPU's local_cpulist in sysfs", "take it from slipstream topo"),
+        checks="gpu.near-cpus",
+    ),
+    symptom(
         "out-of-disk",
         "A file system is full",
         "No space left on device",

@@ -133,8 +133,21 @@ SYMPTOMS = (
         "No matched device found",
         "Device {w} port not active",
         "device {w} port {n} not active",
+        "network device {w} is not available, please use",
         cause="a typing error, renamed devices, or settings made for another machine",
         remedies=("take names from slipstream topo", "unset the list and let the library choose"),
+        checks="rdma.names",
+    ),
+    symptom(
+        "nic-number-as-name",
+        "The number of a column was taken for the name of a device",
+        "network device 'NIC{n}",
+        "no device NIC{n}",
+        "device NIC{n} not found",
+        "No matched device found: NIC{n}",
+        cause="nvidia-smi topo -m numbers its columns NIC0, NIC1 ... by position; the legend below says which device "
+        "each is, and NIC1 need not be mlx5_1",
+        remedies=("take names from slipstream topo, or from the legend below the matrix",),
         checks="rdma.names",
     ),
     symptom(
