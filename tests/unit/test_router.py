@@ -567,7 +567,7 @@ async def test_metrics_count_what_happened(cluster: Cluster) -> None:
 def test_every_metric_is_documented() -> None:
     registry = CollectorRegistry()
     RouterMetrics(registry, dict, dict)
-    text = (Path(__file__).parents[2] / "docs/routing.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
     names = {line.split()[2] for line in generate_latest(registry).decode().splitlines() if line.startswith("# HELP")}
     names = {name for name in names if not name.endswith("_created")}
     assert len(names) == 12

@@ -47,6 +47,7 @@ def command(model_argument: str | None, **options: Any) -> None:
     from slipstream.launch.commands import ClusterConfig
     from slipstream.launch.devices import this_machine
     from slipstream.launch.spec import place
+    from slipstream.telemetry.trace import check
 
     config = ClusterConfig(
         engine=resolved.config(EngineConfig),
@@ -57,6 +58,7 @@ def command(model_argument: str | None, **options: Any) -> None:
         launch=resolved.config(LaunchConfig),
         observe=resolved.config(ObserveConfig),
     )
+    check(config.observe.otlp_endpoint)
     machine = this_machine()
     launch = config.launch
     placements = place(machine, launch.prefill, launch.decode, launch.both, config.engine.device, config.engine.tp)

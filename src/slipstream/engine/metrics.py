@@ -50,7 +50,7 @@ class WorkerMetrics(Meters):
         self.registry = CollectorRegistry()
         self.registry.register(self)
         if compat != "none":
-            self.registry.register(Compat(compat, "worker", self.collect, self._identity))
+            self.registry.register(Compat(compat, "worker", self.collect, self.identity))
 
     def identify(self, info: WorkerInfo) -> None:
         self._labels_now = {"model_name": info.served_name, "worker": info.name, "role": info.role}
@@ -171,7 +171,8 @@ class WorkerMetrics(Meters):
             read=lambda: build_info("worker"),
         )
 
-    def _identity(self) -> tuple[str, str]:
+    def identity(self) -> tuple[str, str]:
+        """Model name and role."""
         return self._labels_now["model_name"], self._labels_now["role"]
 
     def _hit_ratio(self) -> dict[tuple[str, ...], float]:

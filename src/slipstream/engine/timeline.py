@@ -41,8 +41,10 @@ class Record:
 
     __slots__ = (
         "admitted",
+        "adopted",
         "arrived",
         "attempt",
+        "cached_tokens",
         "committed",
         "copied_bytes",
         "deferred",
@@ -65,7 +67,7 @@ class Record:
         "trace",
         "transports",
         "waiting_since",
-    )  # fmt: skip
+    )
 
     def __init__(self, request_id: str, attempt: int, arrived: float) -> None:
         self.id = request_id
@@ -75,7 +77,8 @@ class Record:
         self.runs: list[tuple[float, float, int]] = []  # start, end, tokens decoded
         self.admitted = self.first = self.offered = self.committed = self.ended = self.running_since = 0.0
         self.prefilled = self.running_tokens = self.copied_bytes = self.prompt_tokens = self.outputs = 0
-        self.deferred = self.preempted = self.handed_over = False
+        self.cached_tokens = 0
+        self.deferred = self.preempted = self.handed_over = self.adopted = False
         self.peer = self.outcome = self.message = ""
         self.transports: set[str] = set()
         self.trace: dict[str, str] = {}
@@ -88,12 +91,12 @@ class Record:
 class Watcher:
     """Notes and counts what the core tells it; see `engine.observe.Observer`.
 
-    `on_end` is given each record when its request has left; it is called on the loop thread and must not wait.
+    `on_end`, where it is set, is given each record when its request has left, on the loop thread; it must not wait.
     """
 
-    def __init__(self, metrics: WorkerMetrics, on_end: Callable[[Record], None] | None = None) -> None:
+    def __init__(self, metrics: WorkerMetrics) -> None:
+        self.on_end: Callable[[Record], None] | None = None
         self._metrics = metrics
-        self._on_end = on_end
         self._here: dict[tuple[str, int], Record] = {}
         self._past: OrderedDict[tuple[str, int], Record] = OrderedDict()
         self._past_notes = 0
@@ -149,6 +152,7 @@ class Watcher:
         record.prefilled = sequence.computed
         if not record.admitted:
             record.admitted = moment
+            record.cached_tokens = sequence.computed
             self._metrics.queue_seconds.only().observe(moment - record.arrived)
             self._metrics.prompt_tokens.add(len(sequence.tokens))
             self._metrics.cached_tokens.add(sequence.computed)
@@ -295,6 +299,7 @@ class Watcher:
         moment = now()
         record.trace = sequence.request.trace
         record.prompt_tokens = sequence.prompt_tokens
+        record.adopted = True
         record.admitted = record.waiting_since = moment
         record.note(moment, moment, "commit", {"peer": record.peer, "tokens": len(sequence.tokens)})
         self._here[sequence.identity] = record
@@ -331,8 +336,8 @@ class Watcher:
         while len(self._past) > RECENT or (self._past_notes > NOTES and len(self._past) > 1):
             _, oldest = self._past.popitem(last=False)
             self._past_notes -= len(oldest.notes)
-        if self._on_end is not None:
-            self._on_end(record)
+        if self.on_end is not None:
+            self.on_end(record)
 
     @staticmethod
     def _close_run(record: Record, sequence: Sequence) -> None:

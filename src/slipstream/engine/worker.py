@@ -32,6 +32,7 @@ from slipstream.engine.loop import EngineLoop, Runner
 from slipstream.engine.metrics import WorkerMetrics
 from slipstream.engine.server import WorkerServer
 from slipstream.engine.timeline import Watcher
+from slipstream.engine.tracing import WorkerTraces
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.plain_http import base_url
 from slipstream.ranks.control import Opened
@@ -40,6 +41,7 @@ from slipstream.ranks.lead import LeadRunner
 from slipstream.ranks.team import Team
 from slipstream.run.engine_model import OpenedModel, Pool, open_model
 from slipstream.run.parallel import Group, rank_devices
+from slipstream.telemetry.trace import open_tracing
 from slipstream.transfer.agent import CopyJob, ProbeMemory, TransferAgent
 from slipstream.transfer.job import CopyTimes
 from slipstream.transfer.rank import Rank, RankHere
@@ -74,7 +76,8 @@ class Worker:
         self._engine = engine
         self._worker = worker
         self._transfer = transfer
-        self._metrics = WorkerMetrics((observe or ObserveConfig()).metrics_compat)
+        self._observe = observe or ObserveConfig()
+        self._metrics = WorkerMetrics(self._observe.metrics_compat)
         self._watcher = Watcher(self._metrics)
         self._closing = contextlib.ExitStack()
         self._ended = threading.Event()
@@ -106,6 +109,7 @@ class Worker:
 
     def _start(self, progress: Progress | None) -> None:
         config = self._worker
+        self._trace()
         router = base_url(config.join, "a router's address for --join. Give http://HOST:PORT.") if config.join else ""
         try:
             server = WorkerServer(config.host, config.port, config.wire_port, config.heartbeat_s, self._metrics)
@@ -170,6 +174,15 @@ class Worker:
         server.state = "ready"
         if router:
             server.join(router, config.api_key)
+
+    def _trace(self) -> None:
+        """Has spans made of what the watcher remembers, if anybody wants them."""
+        name = self._worker.name or f"worker-{self._worker.role}"
+        spans = open_tracing(self._observe.otlp_endpoint, name)
+        if spans is not None:
+            traces = WorkerTraces(spans, lambda: (self.info.name, self.info.served_name))
+            self._closing.callback(traces.close)
+            self._watcher.on_end = traces.ended
 
     def _start_others(self, devices: list[str]) -> Team | None:
         """Starts ranks 1 and up, which load while this one does."""
@@ -250,6 +263,7 @@ class Worker:
             max_sequences=self._engine.max_sequences,
             devices=devices,
             tp_size=self._engine.tp,
+            token_bytes=opened.layout.token_bytes,
             pid=os.getpid(),
             host=socket.gethostname(),
             version=__version__,
@@ -319,8 +333,11 @@ class Worker:
         self._ways[peer] = way
 
     def _copied(self, job: CopyJob, error: str | None) -> None:
-        """Mover thread: one job is over."""
+        """Mover thread: one job is over, on all ranks."""
         assert self._loop is not None
+        if job.times is not None:
+            job.times.ended = time.monotonic()
+            job.times.bytes *= self._engine.tp  # counted on this rank; the others have as much
 
         def settle(core: EngineCore) -> None:
             self._watcher.timed(job.times)

@@ -7,7 +7,7 @@ computes; a worker joins by POSTing its own URL there. `/audit` checks the route
 from __future__ import annotations
 
 import time
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
@@ -67,6 +67,15 @@ class Admin:
     async def metrics(self, exchange: Exchange) -> None:
         text = b"".join(generate_latest(registry) for registry in self.registries)
         await exchange.reply(200, text, CONTENT_TYPE_LATEST.encode())
+
+    async def targets(self, exchange: Exchange) -> None:
+        """Whom to scrape, for Prometheus' HTTP service discovery: this front, as it was reached, and every worker."""
+        host = exchange.headers.get(b"host", b"").decode("latin-1")
+        workers = [urlsplit(worker["url"]).netloc for worker in self._backend.describe()["workers"]]
+        found = {"front": [host] if host else [], "worker": workers}
+        await exchange.json(
+            [{"targets": names, "labels": {"component": part}} for part, names in found.items() if names]
+        )
 
     async def version(self, exchange: Exchange) -> None:
         await exchange.json({"version": __version__})

@@ -33,7 +33,9 @@ from slipstream.front.exchange import Exchange, Receive, Scope, Send
 from slipstream.front.generate import Generator
 from slipstream.front.metrics import FrontMetrics
 from slipstream.front.service import TokenizerService
+from slipstream.front.tracing import FrontTraces
 from slipstream.telemetry.compat import Compat
+from slipstream.telemetry.trace import Spans
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +53,16 @@ class FrontApp:
     """
 
     def __init__(
-        self, backend: Backend, service: TokenizerService, config: FrontConfig, observe: ObserveConfig
+        self,
+        backend: Backend,
+        service: TokenizerService,
+        config: FrontConfig,
+        observe: ObserveConfig,
+        spans: Spans | None = None,
     ) -> None:
         self.metrics = FrontMetrics()
         backend.metrics_registry.register(self.metrics)
-        self.generator = Generator(backend, service, config, self.metrics)
+        self.generator = Generator(backend, service, config, self.metrics, FrontTraces(spans))
         self._admin = Admin(backend, service, config, self.generator)
         if observe.metrics_compat != "none":
             natives = backend.metrics_registry.collect
@@ -211,6 +218,7 @@ def _routes(generator: Generator, admin: Admin, dashboard: Dashboard) -> dict[st
         "/v1/models": {"GET": admin.models},
         "/health": {"GET": admin.health},
         "/metrics": {"GET": admin.metrics},
+        "/metrics/targets": {"GET": admin.targets},
         "/version": {"GET": admin.version},
         "/tokenize": {"POST": admin.tokenize},
         "/detokenize": {"POST": admin.detokenize},
@@ -247,10 +255,11 @@ def create_app(
     tokenizer: TokenizerService,
     config: FrontConfig | None = None,
     observe: ObserveConfig | None = None,
+    spans: Spans | None = None,
 ) -> FrontApp:
     """The ASGI application of a front before this router.
 
     The tokenizer is loaded when the application starts (at once if the service knows its model, else when the first
     worker has named it). Starting and stopping the router is the caller's.
     """
-    return FrontApp(router, tokenizer, config or FrontConfig(), observe or ObserveConfig())
+    return FrontApp(router, tokenizer, config or FrontConfig(), observe or ObserveConfig(), spans)

@@ -43,6 +43,7 @@ from slipstream.front.service import TokenizerService
 from slipstream.front.shapes import DONE, KEEP_ALIVE, ChatShape, CompletionShape, Shape, event
 from slipstream.front.timeline import Stories
 from slipstream.front.tokenizer import Tokenizer
+from slipstream.front.tracing import FrontTraces
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,14 @@ STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")
 class Generator:
     """The two generation endpoints of one front. `answers` are those under way."""
 
-    def __init__(self, backend: Backend, service: TokenizerService, config: FrontConfig, metrics: FrontMetrics) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        service: TokenizerService,
+        config: FrontConfig,
+        metrics: FrontMetrics,
+        traces: FrontTraces,
+    ) -> None:
         self.answers: set[Answer] = set()
         self.keep_alive_s = KEEP_ALIVE_S
         self._backend = backend
@@ -64,6 +72,7 @@ class Generator:
         self._metrics = metrics
         self._record = Record()
         self.stories = Stories(backend)
+        self._traces = traces
         self._chat_body = BodyDecoder(ChatBody)
         self._completion_body = BodyDecoder(CompletionBody)
 
@@ -166,12 +175,16 @@ class Generator:
     async def _counted(self, exchange: Exchange, endpoint: str, prepare: Callable[..., Any]) -> None:
         started = time.monotonic()
         outcome = "internal_error"
+        answer: Answer | None = None
         try:
-            answer: Answer = await prepare(exchange, started)
+            answer = await prepare(exchange, started)
+            assert answer is not None
             await self._told(exchange, endpoint, answer)
             outcome = answer.error.code if answer.error else "ok"
         except RequestError as error:
             outcome = error.code
+            if answer is None:
+                self._traces.refused(exchange, endpoint, started, error)
             raise
         except asyncio.CancelledError:
             outcome = ClientGone.code
@@ -183,6 +196,7 @@ class Generator:
         """Answers, and notes how: in metrics, in the log, in the list of recent requests."""
         self._metrics.in_flight += 1
         story = self.stories.open(exchange.request_id, endpoint, answer)
+        span = self._traces.begin(exchange, endpoint, answer)
         error: RequestError | None = None
         cancelled = True  # unless it ends in another way
         try:
@@ -195,6 +209,7 @@ class Generator:
             self._metrics.in_flight -= 1
             self._count(answer, answer.started)
             story.end(error, cancelled)
+            self._traces.end(span, answer, error)
             self._record.request(exchange.request_id, answer.shape.model, answer)
 
     def _count(self, answer: Answer, started: float) -> None:

@@ -18,6 +18,7 @@ from slipstream.front.service import TokenizerService
 from slipstream.launch import ports
 from slipstream.launch.limits import raise_open_files
 from slipstream.router import Router
+from slipstream.telemetry.trace import open_tracing
 
 logger = logging.getLogger(__name__)
 
@@ -63,15 +64,19 @@ async def _run(
     drain_s: float,
     accept_after_s: float,
 ) -> None:
-    router = Router(config)
+    observe = observe or ObserveConfig()
+    spans = open_tracing(observe.otlp_endpoint, "router")
+    router = Router(config, spans=spans)
     await router.start()
     try:
-        app = create_app(router, service, front, observe)
+        app = create_app(router, service, front, observe, spans)
         if accept_after_s > 0:
             await _warm_up(router, service, accept_after_s)
         await serve(app, front, sock, drain_s=drain_s)
     finally:
         await router.stop()
+        if spans is not None:
+            spans.close()
 
 
 async def _warm_up(router: Router, service: TokenizerService, limit_s: float) -> None:

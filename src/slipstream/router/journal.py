@@ -12,6 +12,7 @@ from typing import Any
 from slipstream.router.place import Placement
 from slipstream.router.remote import RemoteWorker
 from slipstream.telemetry.clock import now
+from slipstream.telemetry.trace import Spans
 from slipstream.types import Request
 
 RECENT = 2048
@@ -23,9 +24,10 @@ Visit = tuple[str, str, str]  # id, name and HTTP address of a worker that had t
 class Entry:
     """One request. `visits` are all workers that had it, `prefill` and `decode` the names of the last two."""
 
-    __slots__ = ("attempts", "decode", "first", "notes", "prefill", "since", "trace", "visits")
+    __slots__ = ("attempts", "decode", "first", "notes", "prefill", "since", "spans", "trace", "visits")
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, spans: Spans | None = None) -> None:
+        self.spans = spans
         self.notes: list[Note] = []
         self.visits: dict[Visit, None] = {}
         self.attempts = 1
@@ -54,6 +56,9 @@ class Entry:
         if placement.borrowed is not None:
             attributes["borrowed"] = placement.borrowed
         self._note(self.since, "placed", attributes)
+        if self.spans is not None:
+            facts = {f"slipstream.{name}": value for name, value in attributes.items()}
+            self.spans.stage("place", self.trace, self.since, now(), facts)
 
     def spoke(self) -> None:
         """Its first token is here."""
@@ -70,13 +75,14 @@ class Entry:
 
 
 class Journal:
-    """The entries of one router, by request id."""
+    """The entries of one router, by request id. With `spans`, placements are told to them."""
 
-    def __init__(self) -> None:
+    def __init__(self, spans: Spans | None = None) -> None:
+        self._spans = spans
         self._entries: OrderedDict[str, Entry] = OrderedDict()
 
     def begin(self, request: Request) -> Entry:
-        entry = Entry(request)
+        entry = Entry(request, self._spans)
         self._entries[request.id] = entry
         self._entries.move_to_end(request.id)
         if len(self._entries) > RECENT:

@@ -38,6 +38,7 @@ from slipstream.router.life import Life, Sink, Verdict
 from slipstream.router.metrics import RouterMetrics
 from slipstream.router.place import Avoid, Placement, Prompt
 from slipstream.router.remote import RemoteWorker
+from slipstream.telemetry.trace import Spans
 from slipstream.types import Request, Tokens
 
 logger = logging.getLogger(__name__)
@@ -48,9 +49,9 @@ PEER_TROUBLE = {WorkerLost.code, PeerLost.code, TransferError.code, RouteUnavail
 class Lives:
     """The table of requests under way. Used from one event loop only; `closed` refuses everything new."""
 
-    def __init__(self, fleet: Fleet, config: RouterConfig, metrics: RouterMetrics) -> None:
+    def __init__(self, fleet: Fleet, config: RouterConfig, metrics: RouterMetrics, spans: Spans | None = None) -> None:
         self.closed = False
-        self.journal = Journal()
+        self.journal = Journal(spans)
         self._fleet = fleet
         self._config = config
         self._metrics = metrics

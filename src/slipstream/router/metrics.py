@@ -43,21 +43,25 @@ class RouterMetrics:
             registry=registry,
             buckets=WAIT_BUCKETS,
         )
-        registry.register(_Gauges("requests", "Requests under way, by stage.", "stage", requests))
-        registry.register(_Gauges("workers", "Registered workers, by state.", "state", workers))
+        self.gauges = (
+            _Gauges("requests", "Requests under way, by stage.", "stage", requests),
+            _Gauges("workers", "Registered workers, by state.", "state", workers),
+        )
+        for gauge in self.gauges:
+            registry.register(gauge)
 
 
 class _Gauges(Collector):
     """Numbers that exist anyway, read when they are scraped."""
 
     def __init__(self, name: str, text: str, label: str, read: Gauges) -> None:
-        self._name, self._text, self._label, self._read = f"{PREFIX}_{name}", text, label, read
+        self.name, self.text, self.label, self._read = f"{PREFIX}_{name}", text, label, read
 
     def describe(self) -> Iterable[Metric]:
-        return [GaugeMetricFamily(self._name, self._text, labels=[self._label])]
+        return [GaugeMetricFamily(self.name, self.text, labels=[self.label])]
 
     def collect(self) -> Iterable[Metric]:
-        family = GaugeMetricFamily(self._name, self._text, labels=[self._label])
+        family = GaugeMetricFamily(self.name, self.text, labels=[self.label])
         for key, value in self._read().items():
             family.add_metric([key], value)
         return [family]

@@ -36,6 +36,7 @@ from slipstream.router.lives import Lives
 from slipstream.router.metrics import FleetMetrics, RouterMetrics
 from slipstream.router.remote import RemoteWorker
 from slipstream.router.views import WorkerView, view
+from slipstream.telemetry.trace import Spans
 from slipstream.types import Request, Role
 
 
@@ -52,11 +53,16 @@ class Router:
     """Gives requests to workers. One event loop; `start` before anything else, `stop` at the end.
 
     `registry` gets the metrics (a new one by default; it is `metrics_registry`). `heartbeat_s` is the interval of
-    pings. `id` is what workers know this router by; it is new for each Router.
+    pings. `id` is what workers know this router by; it is new for each Router. `spans` makes placements part of traces.
     """
 
     def __init__(
-        self, config: RouterConfig, *, registry: CollectorRegistry | None = None, heartbeat_s: float = 1.0
+        self,
+        config: RouterConfig,
+        *,
+        registry: CollectorRegistry | None = None,
+        heartbeat_s: float = 1.0,
+        spans: Spans | None = None,
     ) -> None:
         self.id = f"router-{uuid.uuid4().hex[:12]}"
         self.metrics_registry = registry or CollectorRegistry()
@@ -66,7 +72,7 @@ class Router:
         self._fleet = Fleet(self.id, self, patience_s=config.worker_wait_s, heartbeat_s=heartbeat_s)
         self._metrics = RouterMetrics(self.metrics_registry, lambda: self._lives.stages(), self._worker_states)
         self.metrics_registry.register(FleetMetrics(self.workers))
-        self._lives = Lives(self._fleet, config, self._metrics)
+        self._lives = Lives(self._fleet, config, self._metrics, spans)
         self._lives.closed = True
 
     # ------------------------------------------------------------------------------------------ life
