@@ -38,7 +38,7 @@ from slipstream.plain_http import base_url
 from slipstream.ranks.control import Opened
 from slipstream.ranks.copies import RankCopies
 from slipstream.ranks.lead import LeadRunner
-from slipstream.ranks.team import Team
+from slipstream.ranks.team import RankLost, Team
 from slipstream.run.engine_model import OpenedModel, Pool, open_model
 from slipstream.run.parallel import Group, rank_devices
 from slipstream.telemetry.trace import open_tracing
@@ -54,6 +54,7 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 
 SIGNAL_CHECK_S = 0.1
+FAILED_END_S = 20.0  # for the threads of a failed worker to end; one may be stuck in a device
 
 
 class Worker:
@@ -82,6 +83,7 @@ class Worker:
         self._closing = contextlib.ExitStack()
         self._ended = threading.Event()
         self._failure: BaseException | None = None
+        self._failed_at = 0.0
         self._server: WorkerServer | None = None
         self._loop: EngineLoop | None = None
         self._info: WorkerInfo | None = None
@@ -101,11 +103,15 @@ class Worker:
     # ---------------------------------------------------------------------------------------------- life
 
     def start(self, progress: Progress | None = None) -> None:
+        """Raises RankLost, beside SetupError, when another rank ends before all can serve."""
         try:
             self._start(progress)
-        except BaseException:
+        except BaseException as error:
+            lost = self._team.lost if self._team is not None else None
             self._closing.close()
-            raise
+            if lost is None or isinstance(error, RankLost):
+                raise
+            raise lost from error
 
     def _start(self, progress: Progress | None) -> None:
         config = self._worker
@@ -171,6 +177,8 @@ class Worker:
         self._closing.callback(server.stop)  # first: links end while the engine and the mover can still answer
         loop.start()
         server.attach(self._info, ranks, self._transfer.transport, loop.post, self._take_way)
+        if team is not None and team.lost is not None:
+            raise team.lost
         server.state = "ready"
         if router:
             server.join(router, config.api_key)
@@ -276,7 +284,9 @@ class Worker:
         does not interrupt this one, and Python runs its handler here.
         """
         while not self._ended.wait(SIGNAL_CHECK_S):
-            pass
+            if self._failed_at and time.monotonic() - self._failed_at > FAILED_END_S:
+                logger.error("this worker has failed and cannot be taken down in order; its process ends")
+                break
         return self._failure is None
 
     def stop(self, drain_s: float = 0.0) -> None:
@@ -307,7 +317,7 @@ class Worker:
         """The engine is broken: cut all links, so that routers continue the requests elsewhere at once."""
         if self._failure is not None:
             return
-        self._failure = error
+        self._failure, self._failed_at = error, time.monotonic()
         assert self._server is not None
         self._server.state = f"failed: {error}"
         threading.Thread(target=self.stop, name="slipstream-fail", daemon=True).start()
