@@ -4,6 +4,9 @@ A process calls `set_up` once, at its edge. Text lines are `12:34:56.789 warning
 `time` (seconds since 1970), `level`, `process`, `logger`, `message`, and whatever the caller put into `extra`. A
 message or traceback of several lines stays one line in JSON and is indented in text, so that a line that does not
 begin with a time always belongs to the one above.
+
+Whatever a request can cause, many can: of one and the same message (its text before the values are put in) at most
+`LINES_A_SECOND` lines are printed a second, and the next one says how many were left out. At level debug all are.
 """
 
 from __future__ import annotations
@@ -18,6 +21,9 @@ from typing import Any, TextIO
 import msgspec
 
 from slipstream.config import LogFormat
+
+LINES_A_SECOND = 20
+MOST_MESSAGES = 1000  # that are kept apart
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
@@ -56,6 +62,31 @@ class JsonFormatter(logging.Formatter):
         return msgspec.json.encode(event, enc_hook=str).decode()
 
 
+class _Bounded(logging.Filter):
+    """Lets at most LINES_A_SECOND records of the same message through in any second of the clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts: dict[tuple[str, str], tuple[int, int, int]] = {}  # second, lines in it, lines left out since
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        key = (record.name, str(record.msg))
+        second = int(record.created)
+        at, lines, left_out = self._counts.get(key, (second, 0, 0))
+        if at != second:
+            lines = 0
+        if lines >= LINES_A_SECOND:
+            self._counts[key] = (second, lines, left_out + 1)
+            return False
+        if left_out:
+            record.msg = f"{record.getMessage()} ({left_out} like this were left out)"
+            record.args = ()
+        if len(self._counts) >= MOST_MESSAGES:
+            self._counts.clear()
+        self._counts[key] = (second, lines + 1, 0)
+        return True
+
+
 def _worth_saying(record: logging.LogRecord) -> bool:
     """Ours as their level says; of libraries, warnings and worse."""
     return record.levelno >= logging.WARNING or record.name.partition(".")[0] == "slipstream"
@@ -72,6 +103,7 @@ def set_up(level: str, log_format: LogFormat, process: str, stream: TextIO | Non
     handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter())
     if level != "debug":
         handler.addFilter(_worth_saying)
+        handler.addFilter(_Bounded())
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)

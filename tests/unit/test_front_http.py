@@ -383,8 +383,10 @@ async def test_each_answer_is_one_line_with_its_request_id(caplog: pytest.LogCap
         await h.client.chat.completions.create(
             model="scripted", messages=MESSAGES, extra_headers={"X-Request-ID": "mine-1"}
         )
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "slipstream.front.record"]
-    assert line.startswith("request mine-1: scripted, ")
+    (record,) = [record for record in caplog.records if record.name == "slipstream.front.record"]
+    line = record.getMessage()
+    assert re.match(r"request mine-1 \(chatcmpl-[0-9a-f]{24}\): scripted, ", line)
+    assert (record.__dict__["request_id"], record.__dict__["outcome"]) == ("mine-1", "stop")
     assert "(5 cached), 4 tokens, first after " in line
     assert line.endswith("s in all: stop")
 

@@ -83,3 +83,26 @@ def test_setting_up_again_replaces_the_first():
     logger.error("loud")
     assert first.getvalue() == ""
     assert second.getvalue().count("\n") == 1
+
+
+def test_a_flood_of_one_message_is_bounded_and_its_gaps_are_counted(monkeypatch):
+    logger, stream = written("text")
+    second = [1000.0]
+    monkeypatch.setattr("time.time_ns", lambda: int(second[0] * 1e9))
+    monkeypatch.setattr("time.time", lambda: second[0])
+    for number in range(100):
+        logger.warning("%s failed", f"request-{number}")
+    logger.warning("something else")
+    second[0] += 1
+    logger.warning("%s failed", "request-100")
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == logs.LINES_A_SECOND + 2
+    assert "something else" in lines[-2]
+    assert lines[-1].endswith(f"request-100 failed ({100 - logs.LINES_A_SECOND} like this were left out)")
+
+
+def test_at_level_debug_nothing_is_left_out():
+    logger, stream = written("text", level="debug")
+    for number in range(100):
+        logger.warning("%s failed", f"request-{number}")
+    assert stream.getvalue().count("\n") == 100

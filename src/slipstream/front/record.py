@@ -1,6 +1,9 @@
 """One line in the log for each request that was answered, or broke off.
 
-    request 4f1c: smollm2, 31 prompt tokens (16 cached), 120 tokens, first after 0.084 s, 1.912 s in all: stop
+    request 4f1c (chatcmpl-86e4): smollm2, 31 prompt tokens (16 cached), 120 tokens, first after 0.084 s, 1.9 s: stop
+
+Behind the X-Request-ID stands the id of the response, under which the router and the workers know it. In JSON the
+numbers are fields of their own.
 
 A busy server answers more than anybody reads: of more than `LINES_A_SECOND` the rest is logged at debug, and the next
 line that is shown says how many were left out.
@@ -33,19 +36,32 @@ class Record:
             return
         usage = answer.usage()
         first = "no token" if answer.first_token_s is None else f"first after {answer.first_token_s:.3f} s"
+        seconds = time.monotonic() - answer.started
         outcome = answer.error.code if answer.error is not None else ",".join(dict.fromkeys(answer.finishes))
         logger.log(
             logging.INFO if shown else logging.DEBUG,
-            "request %s: %s, %d prompt tokens (%d cached), %d tokens, %s, %.3f s in all: %s%s",
+            "request %s (%s): %s, %d prompt tokens (%d cached), %d tokens, %s, %.3f s in all: %s%s",
             request_id,
+            answer.shape.response_id,
             model,
             usage.prompt_tokens,
             usage.prompt_tokens_details.cached_tokens,
             usage.completion_tokens,
             first,
-            time.monotonic() - answer.started,
+            seconds,
             outcome or "not finished",
             self._remark() if shown else "",
+            extra={
+                "request_id": request_id,
+                "response_id": answer.shape.response_id,
+                "model": model,
+                "prompt_tokens": usage.prompt_tokens,
+                "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+                "output_tokens": usage.completion_tokens,
+                "ttft_s": answer.first_token_s,
+                "seconds": round(seconds, 6),
+                "outcome": outcome or "not finished",
+            },
         )
 
     def _has_room(self, now: float) -> bool:

@@ -13,14 +13,16 @@ import time
 from collections.abc import Iterable
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from slipstream.config import LogFormat
 
 LOG_LINE = re.compile(r"^[\d:.]{12} (warning |error |critical )?([\w.]+): ")
+LOADING = re.compile(r"^loading (.*): (\d+) %$")
 PASSED_OVER = re.compile(r"^(route to .*?)(; not \w+: .*)$")
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue")
 
@@ -63,9 +65,22 @@ class Display:
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
         for name in self._names:
-            table.add_row(Text(name, style="bold"), Text(self._last[name], overflow="ellipsis", no_wrap=True))
+            table.add_row(Text(name, style="bold"), _shown(self._last[name]))
         table.add_row(Text(""), Text(f"{time.monotonic() - self._began:.0f} s", style="dim"))
         return table
+
+
+def _shown(message: str) -> RenderableType:
+    """The last thing that a process said; how far it has loaded is a bar."""
+    loading = LOADING.match(message)
+    if loading is None:
+        return Text(message, overflow="ellipsis", no_wrap=True)
+    percent = int(loading[2])
+    bar = Table.grid(padding=(0, 1))
+    bar.add_row(
+        Text(f"loading {loading[1]}"), ProgressBar(total=100, completed=percent, width=30), Text(f"{percent} %")
+    )
+    return bar
 
 
 def _as_json(name: str, text: str) -> str:

@@ -134,7 +134,8 @@ class Lives:
             self._abandon(life, but=worker.id)
             self._fail(life, error)
             return
-        logger.warning("%s failed %s: %s (%s)", worker.label, life.request.id, message.message, message.code)
+        text = "%s failed %s: %s (%s)"
+        logger.warning(text, worker.label, life.request.id, message.message, message.code, extra=_named(life))
         avoid = life.avoid.but_worker(worker.id)
         if worker.id != life.decode and of_peer:
             avoid = life.avoid.but(life.prefill, life.decode)
@@ -240,7 +241,8 @@ class Lives:
 
     def _gap(self, life: Life, index: int) -> None:
         have = len(life.delivered)
-        logger.error("%s: tokens %d to %d never came; the request ends", life.request.id, have, index - 1)
+        text = "%s: tokens %d to %d never came; the request ends"
+        logger.error(text, life.request.id, have, index - 1, extra=_named(life))
         self._abandon(life)
         self._fail(
             life,
@@ -264,9 +266,8 @@ class Lives:
         life.lost = error
         life.entry.resubmitted(cause, len(life.delivered))
         self._metrics.resubmissions.labels(cause).inc()
-        logger.info(
-            "%s continues elsewhere behind %d tokens, attempt %d", life.request.id, len(life.delivered), life.attempt
-        )
+        text = "%s continues elsewhere behind %d tokens, attempt %d"
+        logger.info(text, life.request.id, len(life.delivered), life.attempt, extra=_named(life))
         if not self._assign.place(life):
             self._wait(life)
 
@@ -353,6 +354,11 @@ class Lives:
             if life.stage != "ended":
                 self._abandon(life)
                 self._fail(life, NoWorkers("the server is shutting down; send the request again in a moment"))
+
+
+def _named(life: Life) -> dict[str, object]:
+    """What a program finds a request's log lines by."""
+    return {"request": life.request.id, "attempt": life.attempt}
 
 
 def lost(role: str, life: Life) -> WorkerLost:
