@@ -2,11 +2,12 @@
 
     python scripts/gpu_transfer.py [STEP ...] [--out FOLDER] [--budget SECONDS]
 
-Steps: tests, kernel (shapes and programs of the copy kernel), interference (what transfers cost a loop that is bound by
-memory and one of matrix products, on either GPU), staging (to and from pinned memory), table (bench transfer of
-slipstream's engines), flight (64 small batches under way), handoff (the whole stack), write (layer-wise write-through,
-`gpu_write_through.py`), peers (the table beside nixl and mooncake). Without a step: all. Results are printed as they
-come and written to FOLDER. Needs torch, triton, cuda-bindings; two GPUs for most of it.
+Steps: tests, kernel (shapes and programs of the copy kernel), engine (copy engine and kernel with batches in flight),
+wakes (`wakes.py`), interference (what transfers cost a loop that is bound by memory and one of matrix products, on either
+GPU), staging (to and from pinned memory), table (bench transfer of slipstream's engines), flight (64 small batches under
+way), handoff (the whole stack), write (`gpu_write_through.py`), peers (the table beside nixl and mooncake), packages
+(shm, tcp, and nixl and mooncake behind slipstream's transports). Without a step: all. Results are printed as they come
+and written to FOLDER. Needs torch, triton, cuda-bindings; two GPUs for most of it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ STEPS = (
     "write",
     "peers",
 )
-PEERS = "raw,cuda_ipc,shm,tcp,nixl-best,nixl-sgl,mooncake,transport-nixl,transport-mooncake"
+PEERS = "raw,cuda_ipc,nixl-best,nixl-sgl,mooncake"
+TRANSPORTS = "shm,tcp,transport-nixl,transport-mooncake"
 KERNEL_BYTES = GIB // 2
 BULK_SHAPES = (  # warps, stages, bytes a stage, stages ahead
     (4, 4, 4096, 3),
@@ -74,9 +76,9 @@ def main() -> int:
         parser.error(f"no such step: {', '.join(sorted(unknown))}; there are {', '.join(STEPS)}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.here:
-        {"kernel": kernel, "engine": engine, "wakes": wakes, "interference": interference, "staging": staging}[
-            arguments.steps[0]
-        ](str(arguments.out))
+        {"kernel": kernel, "engine": engine, "interference": interference, "staging": staging}[arguments.steps[0]](
+            str(arguments.out)
+        )
         return 0
     end = time.monotonic() + arguments.budget
     failed = 0
@@ -116,7 +118,13 @@ def run_step(step: str, arguments: argparse.Namespace, left: float) -> int:
             *(sys.executable, "-m", "slipstream.bench.handoff", "--logs", str(arguments.out)),
             *("--json", str(arguments.out / "handoff.json"), *arguments.handoff.split()),
         ],
+        "wakes": [sys.executable, "scripts/wakes.py"],
         "write": [sys.executable, "scripts/gpu_write_through.py", "--out", str(arguments.out / "write.jsonl")],
+        "packages": [
+            *bench,
+            *("--engines", arguments.engines or TRANSPORTS, "--sizes", "32K,1M", "--depth", "2", "--limit", "60"),
+            *("--case-seconds", "0.1", "--directions", "push"),
+        ],
         "peers": [
             *bench,
             *("--limit", "60", "--engines", arguments.engines or PEERS),
@@ -222,23 +230,22 @@ def kernel(folder: str) -> None:
 
 
 def engine(folder: str) -> None:
-    """GB/s in flight: of the copy engine by length of runs and number of streams, of the kernel by its programs."""
+    """GB/s in flight: of the copy engine by length of the runs, of the kernel by its programs."""
     from slipstream.transfer.cuda.copier import Copier
     from slipstream.transfer.cuda.launcher import CopySettings
     from slipstream.transfer.cuda.plan import survey
 
     pools, results = Pools(), Results(folder, "engine")
     here, there = pools.memories[0].address, pools.memories[1].address
-    for streams in (1, 2, 3, 4):
-        copier = Copier(pools.devices[0], CopySettings(engine_streams=streams))
-        rates = {}
-        for page in (128 << 10, 512 << 10, 1 << 20, 2 << 20, 64 << 20, GIB):
-            runs = pools.runs(page, min(GIB, 2048 * page))
-            seen = survey(runs, pools.size, pools.size)
-            for name, ends in (("push", (here, there)), ("pull", (there, here))):
-                rates[f"{name} {page >> 10}K"] = round(_in_flight(copier, ends, runs, seen, ENGINE_ONLY), 1)
-        copier.close()
-        results.add(engine_streams=streams, **rates)
+    copier = Copier(pools.devices[0], CopySettings())
+    rates: dict[str, float] = {}
+    for page in (128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, GIB):
+        runs = pools.runs(page, min(GIB, 4096 * page))
+        seen = survey(runs, pools.size, pools.size)
+        for name, ends in (("push", (here, there)), ("pull", (there, here))):
+            rates[f"{name} {page >> 10}K"] = round(_in_flight(copier, ends, runs, seen, ENGINE_ONLY), 1)
+    copier.close()
+    results.add(copy_engine=True, **rates)
     for programs in (32, 64, 132):
         copier = Copier(pools.devices[0], CopySettings(programs=programs))
         rates = {}
@@ -263,76 +270,6 @@ def _in_flight(copier: Any, ends: tuple[int, int], runs: Any, seen: Any, costs: 
     for copy in copies:
         copier.wait(copy)
     return rate
-
-
-def wakes(folder: str) -> None:
-    """Microseconds that this machine takes to wake a thread that sleeps, by what it sleeps on; median and 90 %."""
-    import asyncio
-    import queue
-    import select
-    import socket
-
-    from slipstream.transfer.cuda.alarm import Alarm
-
-    results = Results(folder, "wakes")
-    clock = time.perf_counter
-    times: dict[str, list[float]] = {name: [] for name in ("queue", "eventfd", "event loop", "tcp", "alarm")}
-    for pause in (0.0003, 0.005):
-        inbox: queue.SimpleQueue[float | None] = queue.SimpleQueue()
-        bell, pair = os.eventfd(0), socket.socketpair()
-        server = socket.create_server(("127.0.0.1", 0))
-        sender = socket.create_connection(server.getsockname())
-        receiver = server.accept()[0]
-        sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        loop = asyncio.new_event_loop()
-        sent = 0.0
-
-        def from_queue() -> None:
-            while (at := inbox.get()) is not None:
-                times["queue"].append(clock() - at)
-
-        def from_descriptor(name: str, descriptor: Any, size: int) -> None:
-            for _ in range(200):
-                select.select([descriptor], [], [])
-                os.read(descriptor.fileno() if hasattr(descriptor, "fileno") else descriptor, size)
-                times[name].append(clock() - sent)
-
-        threads = [
-            threading.Thread(target=from_queue),
-            threading.Thread(target=from_descriptor, args=("eventfd", bell, 8)),
-            threading.Thread(target=from_descriptor, args=("tcp", receiver, 100)),
-            threading.Thread(target=loop.run_forever),
-        ]
-        for thread in threads:
-            thread.start()
-        alarm = Alarm()
-        for _ in range(200):
-            time.sleep(pause)
-            inbox.put(clock())
-            time.sleep(pause)
-            sent = clock()
-            os.write(bell, (1).to_bytes(8, "little"))
-            time.sleep(pause)
-            sent = clock()
-            sender.send(b"x")
-            time.sleep(pause)
-            loop.call_soon_threadsafe(lambda at=clock(): times["event loop"].append(clock() - at))
-            due = clock() + pause
-            alarm.set(pause)
-            select.select([alarm], [], [])
-            times["alarm"].append(clock() - due)
-        inbox.put(None)
-        loop.call_soon_threadsafe(loop.stop)
-        for thread in threads:
-            thread.join()
-        figures = {}
-        for name, taken in times.items():
-            taken.sort()
-            figures[name] = [round(1e6 * taken[len(taken) // 2], 1), round(1e6 * taken[int(0.9 * len(taken))], 1)]
-            taken.clear()
-        results.add(pause_ms=1e3 * pause, us=figures)
-        for thing in (*pair, server, sender, receiver):
-            thing.close()
 
 
 def _kernel_rate(torch: Any, launcher: Any, launches: list[Any], settings: Any, stream: Any) -> float:
@@ -375,9 +312,7 @@ def interference(folder: str) -> None:
         (f"kernel, {n} programs", CopySettings(programs=n, streams=1), kernel_only, 32 << 10, ("push", "pull"), 0.0)
         for n in (1, 2, 4, 8, 16, 32, 64, 132)
     ]
-    for streams in (1, 2):
-        settings = CopySettings(streams=1, engine_streams=streams)
-        plans.append((f"copy engine, {streams} streams", settings, engine_only, 2 << 20, ("push", "pull"), 0.0))
+    plans.append(("copy engine", CopySettings(streams=1), engine_only, 2 << 20, ("push", "pull"), 0.0))
     for pause in (0.025, 0.005, 0.0025):  # one handoff of 1,024 tokens of an 8B model in that time
         often = f"134 MB each {1e3 * pause:g} ms"
         plans.append(
@@ -388,11 +323,12 @@ def interference(folder: str) -> None:
         for direction in directions:
             rates, slower = {}, {}
             for name, run in loops.items():
-                alone = statistics.median(run() for _ in range(3))  # anew each time: clocks wander
+                count = 20 if pause else 5
+                alone = statistics.median(run() for _ in range(count))  # anew each time: clocks wander
                 with _Pusher(pools, settings, costs, page, direction, pause) as pusher:
                     time.sleep(0.02)
                     pusher.moved, began = 0, time.perf_counter()
-                    taken = [run() for _ in range(20 if pause else 5)]
+                    taken = [run() for _ in range(count)]
                     seconds = statistics.mean(taken) if pause else statistics.median(taken)
                     rates[" ".join(name)] = round(pusher.moved / (time.perf_counter() - began) / 1e9, 1)
                 slower[" ".join(name)] = round(100 * (seconds / alone - 1), 2)

@@ -170,13 +170,16 @@ def test_a_copy_waits_for_the_work_before_its_event(ranks: tuple[Rank, Rank]):
     remote = a.open(b)
     with torch.cuda.device(0):
         view = torch.as_tensor(a.memory, device="cuda:0")
-        torch.cuda._sleep(200_000_000)
+        view[:8192] = 76  # loads what the next such line needs: loading waits for the device
+        torch.cuda.synchronize()
+        torch.cuda._sleep(1_000_000_000)
         view[:8192] = 77
         event = torch.cuda.Event()
         event.record()
     page = np.zeros(1, np.int64)
     ticket = a.transport.write(remote, Runs(page, page, page + 8192), after=event)
     assert a.transport.poll() == []
+    assert not event.query()
     assert a.completions(1) == [Completion(ticket)]
     assert (b.memory.read(0, 8192) == 77).all()
 

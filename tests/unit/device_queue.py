@@ -132,7 +132,7 @@ class QueueDevice:
 
     # ------------------------------------------------------------------------------------------- streams and events
 
-    def stream(self, urgent: bool = False) -> int:
+    def stream(self) -> int:
         with self._lock:
             name = next(self._names)
         self._streams[name] = _Stream(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -78,6 +79,16 @@ def test_equal_runs_longer_than_the_region_are_refused():
         survey(equal_runs(1, 64), 32, 64)
 
 
+def test_two_threads_see_what_one_sees():
+    runs = equal_runs(100, 64)
+    with ThreadPoolExecutor(1) as second:
+        assert survey(runs, 6400, 6400, second) == survey(runs, 6400, 6400)
+        with pytest.raises(ValueError, match=r"run 0 of 100 leaves the destination"):
+            survey(runs, 6400, 6399, second)
+        with pytest.raises(ValueError, match=r"leaves the source"):
+            survey(runs, 6399, 6399, second)
+
+
 def test_columns_of_different_lengths_are_refused():
     with pytest.raises(ValueError, match="not one list"):
         survey(Runs(np.zeros(2, np.int64), np.zeros(3, np.int64), np.ones(2, np.int64)), 10, 10)
@@ -85,8 +96,8 @@ def test_columns_of_different_lengths_are_refused():
 
 def test_the_crossover_is_where_both_ways_cost_the_same():
     length = NVLINK.crossover()
-    gain = length * (NVLINK.kernel_byte - NVLINK.engine_byte)
-    assert gain == pytest.approx(NVLINK.engine_run)
+    assert NVLINK.engine(1000, int(1000 * length)) - NVLINK.engine_start == pytest.approx(1000 * NVLINK.engine_run)
+    assert length * NVLINK.kernel_byte == pytest.approx(NVLINK.engine_run)
     assert CopyCosts(0, 1e-12, 0, 1e-6, 2e-12).crossover() == math.inf
 
 
@@ -119,11 +130,11 @@ def test_a_mixed_batch_is_divided_at_the_crossover():
 
 
 def test_an_engine_that_is_preferred_may_be_slower():
-    pages = equal_runs(64, 1 << 20)
-    seen = survey(pages, 64 << 20, 64 << 20)
+    pages = equal_runs(640, 184 << 10)
+    seen = survey(pages, 1 << 30, 1 << 30)
     assert divide(pages, seen, NVLINK).kernel is None
     assert divide(pages, seen, NVLINK, preference=1.2).engine is None
-    assert NVLINK.crossover(1.2) < 1 << 20 < NVLINK.crossover()
+    assert NVLINK.crossover(1.2) < 184 << 10 < NVLINK.crossover()
 
 
 def test_every_run_goes_exactly_one_way():

@@ -16,6 +16,7 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,8 @@ from slipstream.engine.plan import StepOutcome, StepPlan
 from slipstream.engine.worker import Worker
 from slipstream.kv.layout import KVLayout
 from slipstream.kv.pool import HostPool
+from slipstream.transfer.agent import TransferAgent
+from slipstream.transfer.copies import HeadRange
 from slipstream.transfer.job import CopyJob
 
 TOKEN = 7
@@ -128,6 +131,10 @@ class NoModel:
         return self.options.layout
 
     @property
+    def head_ranges(self) -> list[HeadRange]:
+        return [HeadRange(0, self.options.kv_heads)]
+
+    @property
     def device_name(self) -> str:
         return self.options.memory
 
@@ -144,6 +151,19 @@ class NoModel:
 
     def runner(self, pool: Any, max_sequences: int) -> NullRunner:
         return NullRunner(self.diary, self.options.compute_ms / 1e3)
+
+
+def noting(diary: Diary) -> Callable[..., TransferAgent]:
+    """A TransferAgent that notes the end of each copy, on the mover thread."""
+
+    def make(*arguments: Any, on_done: Callable[[CopyJob, str | None], None], **named: Any) -> TransferAgent:
+        def done(job: CopyJob, error: str | None) -> None:
+            diary.note("failed" if error else "copied", job.xfer)
+            on_done(job, error)
+
+        return TransferAgent(*arguments, on_done=done, **named)
+
+    return make
 
 
 def keep_awake(memory: str) -> None:
@@ -186,10 +206,6 @@ class HandoffWorker(Worker):
                 self._diary.note(type(effect.message).__name__.lower(), getattr(effect.message, "xfer", -1))
         super()._deliver(effects)
 
-    def _copied(self, job: CopyJob, error: str | None) -> None:
-        self._diary.note("failed" if error else "copied", job.xfer)
-        super()._copied(job, error)
-
     def shuffle(self) -> None:
         """Has the engine take its free pages in random order from now on."""
         done = threading.Event()
@@ -207,6 +223,7 @@ def main() -> None:
     options = msgspec.json.decode(sys.argv[1], type=HandoffOptions)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     diary = Diary()
+    worker_module.TransferAgent = noting(diary)  # type: ignore[assignment,misc]
     worker_module.open_model = lambda *arguments, **named: NoModel(options, diary)  # type: ignore[assignment]
     worker = HandoffWorker(options, diary)
     worker.start()

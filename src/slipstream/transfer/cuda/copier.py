@@ -7,8 +7,9 @@ the batch is done; slots are made as batches in flight need them and stay.
 
 `launch` is how a kernel gets started; the one given by default compiles or imports what it needs when first called.
 
-The copy engine idles between two runs. So several streams share the runs of a batch (`engine_streams`): while one is
-between two runs, the others have the link.
+Batches that the copy engine takes as a whole have a stream of their own, since two of them side by side are slower than
+one behind the other. Long lists are looked at and written by two threads, a column each: the link would else wait for
+them.
 
 A copier belongs to one thread, and leaves its device current there.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -51,6 +53,7 @@ _LAUNCH_RUNS = 1 << 19  # as long, and so on up to this
 _SLOT_BYTES = 16 << 13  # smallest list buffer: 8192 runs of one length
 _MEASURE_BYTES = 128 << 20
 _MEASURE_BATCHES = 3
+_TWO_THREADS = 1 << 16  # from so many runs on a list is worth a second thread
 _READ_IN_PLACE = 64 << 10  # lists up to this size are read by the kernel over the bus, which takes less than an upload
 
 
@@ -67,7 +70,6 @@ class Copy:
     total: int
     expected: float
     slots: list[_Slot] = field(default_factory=list)
-    joins: list[int] = field(default_factory=list)  # events between the streams of the copy engine
 
 
 @dataclass(eq=False)
@@ -102,8 +104,9 @@ class Copier:
         self.settings = settings or CopySettings()
         self._launch = launch or KernelLauncher(device)
         device.use()
-        self._lanes = [_Lane(device.stream(self.settings.urgent)) for _ in range(self.settings.streams)]
-        self._engine_lanes = [_Lane(device.stream()) for _ in range(self.settings.engine_streams)]
+        self._lanes = [_Lane(device.stream()) for _ in range(self.settings.streams)]
+        self._engine_lane = _Lane(device.stream())
+        self._second = ThreadPoolExecutor(1, thread_name_prefix="slipstream-lists")
         self._events: list[int] = []
         self._all_slots = [_Slot(device, _SLOT_BYTES) for _ in range(2 * self.settings.streams)]
         self._slots = list(self._all_slots)
@@ -128,16 +131,15 @@ class Copier:
         self.device.use()
         division = divide(runs, seen, costs, self.settings.engine_preference)
         if lane is None:
-            lanes = self._engine_lanes[:1] if division.engine is None else self._lanes
-            lane = min(lanes, key=lambda lane: lane.in_flight)
+            lane = self._engine_lane if division.engine is None else min(self._lanes, key=lambda lane: lane.in_flight)
         expected = min(costs.kernel(seen.total), costs.engine(len(runs.length), seen.total))
-        copy = Copy(self._event(), lane, seen.total, expected)
+        copy = Copy(self._events.pop() if self._events else self.device.event(), lane, seen.total, expected)
         lane.in_flight += 1
         try:
             if after is not None:
                 self.device.wait_for(lane.stream, after)
             if division.engine is None or len(division.engine):
-                self._by_engine(copy, source_at, destination_at, _rows(runs, division.engine))
+                self._by_engine(source_at, destination_at, _rows(runs, division.engine), lane.stream)
             if division.kernel is None or len(division.kernel):
                 self._by_kernel(copy, source_at, destination_at, _rows(runs, division.kernel), seen)
             self.device.record(copy.event, lane.stream)
@@ -175,47 +177,41 @@ class Copier:
 
     def _forget(self, copy: Copy) -> None:
         copy.lane.in_flight -= 1
-        self._events += [copy.event, *copy.joins]
+        self._events.append(copy.event)
         self._slots += copy.slots
-        copy.slots, copy.joins = [], []
+        copy.slots = []
 
-    def _event(self) -> int:
-        return self._events.pop() if self._events else self.device.event()
-
-    def _by_engine(self, copy: Copy, source_at: int, destination_at: int, runs: Runs) -> None:
-        """Deals the runs out to the streams of the copy engine, which begin behind the copy's and end before it."""
+    def _by_engine(self, source_at: int, destination_at: int, runs: Runs, stream: int) -> None:
         destinations = (runs.destination + destination_at).tolist()
         sources = (runs.source + source_at).tolist()
-        lengths, stream = runs.length.tolist(), copy.lane.stream
-        others = [lane.stream for lane in self._engine_lanes if lane is not copy.lane]
-        streams = [stream, *others[: min(self.settings.engine_streams, len(lengths)) - 1]]
-        if len(streams) > 1:
-            begin = self._event()
-            copy.joins.append(begin)
-            self.device.record(begin, stream)
-        for number, other in enumerate(streams[1:], 1):
-            self.device.wait_for(other, begin)
-            part = slice(number, None, len(streams))
-            self.device.copy_batch(destinations[part], sources[part], lengths[part], other)
-            end = self._event()
-            copy.joins.append(end)
-            self.device.record(end, other)
-        part = slice(0, None, len(streams))
-        self.device.copy_batch(destinations[part], sources[part], lengths[part], stream)
-        for end in copy.joins[1:]:
-            self.device.wait_for(stream, end)
+        self.device.copy_batch(destinations, sources, runs.length.tolist(), stream)
 
     def _by_kernel(self, copy: Copy, source_at: int, destination_at: int, runs: Runs, seen: Survey) -> None:
         for part in kernel_lists(source_at, destination_at, runs, seen):
             slot = self._slot(part.bytes)
             copy.slots.append(slot)
-            part.write(slot.pinned.array)
+            self._write(part, slot.pinned.array)
             lists = slot.pinned.address
             if part.bytes > _READ_IN_PLACE:
                 self.device.copy(slot.address, lists, part.bytes, copy.lane.stream)
                 lists = slot.address
             launch = Launch(source_at, destination_at, lists, len(part.runs.length), part.length, part.longest)
             self._launch(launch, copy.lane.stream, self.settings)
+
+    def _write(self, part: KernelList, room: NDArray[np.uint8]) -> None:
+        columns = part.columns(room)
+        if len(part.runs.length) < _TWO_THREADS:
+            for column, values in columns:
+                column[:] = values
+            return
+        (mine, values), *others = columns
+        rest = self._second.submit(lambda: [np.copyto(column, values) for column, values in others])
+        np.copyto(mine, values)
+        rest.result()
+
+    def survey(self, runs: Runs, source_bytes: int, destination_bytes: int) -> Survey:
+        """`plan.survey`, by two threads where the list is long."""
+        return survey(runs, source_bytes, destination_bytes, self._second if len(runs.source) >= _TWO_THREADS else None)
 
     def _slot(self, size: int) -> _Slot:
         """The smallest free one that is large enough."""
@@ -264,7 +260,7 @@ class Copier:
             seen = survey(runs, source_bytes, scratch_bytes)
             batch = (source_at, scratch_at, runs, seen, costs)
             times.append(time(batch, clock))
-        # A batch is measured on the GPU; alone it would also have taken what starting one takes.
+        # The large ones are measured on the GPU; alone they would also have taken what starting one takes.
         times[1] += times[0]
         times[4] += times[2]
         return costs_from_times(*times, sizes=sizes)
@@ -301,8 +297,9 @@ class Copier:
 
     def close(self) -> None:
         """Waits for nothing: copies must be done. Frees streams, events and lists."""
+        self._second.shutdown()
         self.device.use()
-        for lane in (*self._lanes, *self._engine_lanes):
+        for lane in (*self._lanes, self._engine_lane):
             self.device.destroy_stream(lane.stream)
         for event in self._events:
             self.device.destroy_event(event)
@@ -327,13 +324,16 @@ class KernelList(NamedTuple):
     def bytes(self) -> int:
         return len(self.runs.length) * (16 if self.length else 24)
 
+    def columns(self, room: NDArray[np.uint8]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """(place, values) of each column, one behind the other, as the kernels read them: offsets in bytes, then
+        unequal lengths."""
+        values = [self.runs.source, self.runs.destination] + ([] if self.length else [self.runs.length])
+        places = room[: self.bytes].view(np.int64).reshape(len(values), -1)
+        return list(zip(places, values, strict=True))
+
     def write(self, room: NDArray[np.uint8]) -> None:
-        """Writes the columns one behind the other, as the kernels read them: offsets in bytes, then unequal lengths."""
-        count = len(self.runs.length)
-        columns = room[: self.bytes].view(np.int64)
-        columns[:count], columns[count : 2 * count] = self.runs.source, self.runs.destination
-        if not self.length:
-            columns[2 * count :] = self.runs.length
+        for place, values in self.columns(room):
+            place[:] = values
 
 
 def kernel_lists(source_at: int, destination_at: int, runs: Runs, seen: Survey) -> Iterator[KernelList]:

@@ -27,10 +27,9 @@ class CopySettings:
 
     programs: thread blocks at most: more of them fill the link, fewer leave more of the GPU to the model.
     bulk: how the kernel of bulk copies is cut; None for never. tile_bytes, warps: bytes that a program of the other
-    kernels has under way, and its warps. streams: batches that can run at the same time. engine_streams: how many share
-    the runs that one batch gives to the copy engine. urgent: programs go before those of streams of ordinary priority
-    that wait for a multiprocessor. engine_preference: how many times longer than
-    by the kernel a copy may take by the copy engine, which takes no multiprocessor, and still go that way.
+    kernels has under way, and its warps. streams: batches that can run at the same time. engine_preference: how many
+    times longer than by the kernel a copy may take by the copy engine, which takes no multiprocessor, and still go that
+    way.
     """
 
     programs: int = 64
@@ -38,12 +37,10 @@ class CopySettings:
     tile_bytes: int = 64 << 10
     warps: int = 16
     streams: int = 2
-    engine_streams: int = 2
-    urgent: bool = True
     engine_preference: float = 1.0
 
     def __post_init__(self) -> None:
-        if min(self.programs, self.streams, self.engine_streams) < 1 or self.warps not in (1, 2, 4, 8, 16):
+        if self.programs < 1 or self.streams < 1 or self.warps not in (1, 2, 4, 8, 16):
             raise ValueError(f"programs and streams must be positive and warps 1, 2, 4, 8 or 16: {self}")
         if self.tile_bytes < 256 or self.tile_bytes & (self.tile_bytes - 1):
             raise ValueError(f"tile_bytes must be a power of two of at least 256: {self.tile_bytes}")

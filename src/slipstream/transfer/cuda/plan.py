@@ -1,9 +1,9 @@
 """Decides how a batch of runs is copied: by the copy engine, by the kernel, or each by what suits it.
 
-The copy engine moves a long run at the rate of the link but pays for every run; the kernel pays once for a batch and is
-a little slower per byte. What either costs is measured on the pair of GPUs at hand (`CopyCosts`), and the cheaper way
-is taken. Before that, `survey` looks at every offset once: whether the batch stays inside both regions, whether all
-runs have one length, and what alignment they share.
+The copy engine moves long runs at the rate of the link but takes a while to begin each; the kernel begins once for a
+batch and is a little slower per byte. What either costs is measured on the pair of GPUs at hand (`CopyCosts`), and the
+cheaper way is taken. Before that, `survey` looks at every offset once: whether the batch stays inside both regions,
+whether all runs have one length, and what alignment they share.
 
 Pure: numpy and arithmetic.
 """
@@ -11,6 +11,7 @@ Pure: numpy and arithmetic.
 from __future__ import annotations
 
 import math
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,8 +34,8 @@ class Survey(NamedTuple):
     total: int
 
 
-def survey(runs: Runs, source_bytes: int, destination_bytes: int) -> Survey:
-    """Checks every run of a batch that is not empty.
+def survey(runs: Runs, source_bytes: int, destination_bytes: int, second: Executor | None = None) -> Survey:
+    """Checks every run of a batch that is not empty; `second` is a thread to share the work with.
 
     Raises ValueError when columns differ in length, a run is empty or leaves its region; the message names the run.
     """
@@ -47,11 +48,14 @@ def survey(runs: Runs, source_bytes: int, destination_bytes: int) -> Survey:
         raise ValueError("a batch without runs")
     length = _common_length(runs.length)
     bits = length or int(np.bitwise_or.reduce(runs.length))
-    for side, offsets, size in (
-        ("source", runs.source, source_bytes),
-        ("destination", runs.destination, destination_bytes),
+    arguments = (runs.destination, runs.length, length, destination_bytes)
+    other = second.submit(_look, *arguments) if second else None
+    looks = [_look(runs.source, runs.length, length, source_bytes)]
+    looks.append(other.result() if other else _look(*arguments))
+    for side, offsets, size, (inside, seen) in (
+        ("source", runs.source, source_bytes, looks[0]),
+        ("destination", runs.destination, destination_bytes, looks[1]),
     ):
-        inside, seen = _look(offsets, runs.length, length, size)
         if not inside:
             raise ValueError(_outside(side, offsets, runs.length, size))
         bits |= seen
@@ -97,8 +101,8 @@ def _outside(side: str, offsets: NDArray[np.int64], length: NDArray[np.int64], s
 class CopyCosts:
     """What copies cost between two pools, measured; seconds and seconds a byte.
 
-    A batch of n runs and B bytes takes kernel_start + B * kernel_byte by the kernel, and
-    engine_start + n * engine_run + B * engine_byte by the copy engine.
+    A batch of n runs and B bytes takes kernel_start + B * kernel_byte by the kernel. By the copy engine it takes
+    engine_start and the longer of n * engine_run and B * engine_byte: the next runs are begun while one is moved.
     """
 
     kernel_start: float
@@ -111,13 +115,13 @@ class CopyCosts:
         return self.kernel_start + total * self.kernel_byte
 
     def engine(self, count: int, total: int) -> float:
-        return self.engine_start + count * self.engine_run + total * self.engine_byte
+        return self.engine_start + max(count * self.engine_run, total * self.engine_byte)
 
     def crossover(self, preference: float = 1.0) -> float:
         """The run length in bytes from which on the engine takes at most `preference` times as long as the kernel in a
         large batch; inf when it never does."""
-        gain = preference * self.kernel_byte - self.engine_byte
-        return self.engine_run / gain if gain > 0 else math.inf
+        byte = preference * self.kernel_byte
+        return self.engine_run / byte if byte >= self.engine_byte else math.inf
 
 
 class Sizes(NamedTuple):
@@ -138,14 +142,14 @@ def costs_from_times(
     Noise never makes a cost negative.
     """
     kernel_byte = max((kernel_large - kernel_small) / (sizes.large - sizes.small), 1e-15)
-    each = (engine_many - engine_small) / (sizes.many - 1)  # one more small run: engine_run + small * engine_byte
-    whole = engine_large - engine_small - (sizes.few - 1) * each
-    engine_byte = max(whole / (sizes.large - sizes.few * sizes.small), 1e-15)
-    engine_run = max(each - sizes.small * engine_byte, 0.0)
+    engine_byte = max((engine_large - engine_small) / (sizes.large - sizes.small), 1e-15)
+    engine_run = max(
+        (engine_many - engine_small) / (sizes.many - 1), 0.0
+    )  # one more of those that take no time to move
     return CopyCosts(
         kernel_start=max(kernel_small - sizes.small * kernel_byte, 0.0),
         kernel_byte=kernel_byte,
-        engine_start=max(engine_small - engine_run - sizes.small * engine_byte, 0.0),
+        engine_start=max(engine_small - max(engine_run, sizes.small * engine_byte), 0.0),
         engine_run=engine_run,
         engine_byte=engine_byte,
     )

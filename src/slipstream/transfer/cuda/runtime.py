@@ -246,13 +246,8 @@ class Device:
 
     # ------------------------------------------------------------------------------------------------ streams, events
 
-    def stream(self, urgent: bool = False) -> int:
-        """A stream; what waits on an urgent one gets multiprocessors before what waits on others."""
-        flags = self._runtime.cudart.cudaStreamNonBlocking
-        if not urgent:
-            return int(self._call("cudaStreamCreateWithFlags", flags))
-        _, greatest = self._call("cudaDeviceGetStreamPriorityRange")
-        return int(self._call("cudaStreamCreateWithPriority", flags, greatest))
+    def stream(self) -> int:
+        return int(self._call("cudaStreamCreateWithFlags", self._runtime.cudart.cudaStreamNonBlocking))
 
     def destroy_stream(self, stream: int) -> None:
         self._call("cudaStreamDestroy", stream)

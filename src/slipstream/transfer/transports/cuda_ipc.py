@@ -36,7 +36,7 @@ from slipstream.transfer.cuda.copier import Copier, Copy
 from slipstream.transfer.cuda.door import ProcessDoor
 from slipstream.transfer.cuda.launcher import CopySettings
 from slipstream.transfer.cuda.memory import Seal, read_seal, seal_offset
-from slipstream.transfer.cuda.plan import CopyCosts, survey
+from slipstream.transfer.cuda.plan import CopyCosts
 from slipstream.transfer.cuda.runtime import CudaError, Device
 from slipstream.transfer.transports.base import Completion, Context, Exports, Region, Runs
 from slipstream.transfer.transports.bell import Bell
@@ -48,6 +48,8 @@ _AWAKE_S = 60e-6  # around the moment when a copy is due the mover looks again a
 _SOONEST_S = 20e-6  # later, between two looks
 _LATEST_S = 1e-3
 _DROWSY_S = 300e-6  # most that is allowed for waking up late
+_HOPE = 0.97  # of the expected time: looking a little early shows when a copy ends, and so when the next ones will
+_FRESH_S = 200e-6  # a copy that was seen under way so long ago at most has ended now
 
 
 class Handle(msgspec.Struct, frozen=True):
@@ -75,9 +77,9 @@ class CudaRemote:
         self.read_costs: CopyCosts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Flight:
-    """A ticket under way."""
+    """A ticket under way. `due` is when it should end, the others before it considered."""
 
     copy: Copy
     remote: CudaRemote
@@ -114,7 +116,8 @@ class CudaIpcTransport:
         self._tickets = itertools.count(1)
         self._flights: dict[int, _Flight] = {}
         self._done: list[Completion] = []
-        self._lane_due = 0.0
+        self._lane_due = 0.0  # when the last copy under way should end
+        self._looked = 0.0  # when one was last seen to be under way
         self._remotes: dict[int, CudaRemote] = {}
         try:
             handle = self._device.export_handle(region.address)
@@ -268,10 +271,10 @@ class CudaIpcTransport:
         mine, theirs = (self._region.address, self._region.bytes), (remote.address, remote.bytes)
         (source_at, source_bytes), (to, to_bytes) = (mine, theirs) if push else (theirs, mine)
         began = time.perf_counter()
-        seen = survey(runs, source_bytes, to_bytes)
+        seen = self._copier.survey(runs, source_bytes, to_bytes)
         costs = remote.costs if push else remote.read_costs
         copy = self._copier.start(source_at, to, runs, seen, costs, event_handle(after))
-        self._lane_due = max(self._lane_due, began) + copy.expected
+        self._lane_due = max(self._lane_due, began) + _HOPE * copy.expected
         remote.in_flight += 1
         self._flights[ticket] = _Flight(copy, remote, self._lane_due)
         self._set_alarm(time.perf_counter())
@@ -300,15 +303,27 @@ class CudaIpcTransport:
             try:
                 if not self._copier.is_done(flight.copy):
                     waiting.add(id(flight.copy.lane))
+                    self._looked = time.perf_counter()
                     continue
             except CudaError as failure:
                 error = failure.message
             del self._flights[ticket]
+            self._learn_end(flight)
             flight.remote.in_flight -= 1
             if flight.remote.ended and flight.remote.in_flight == 0:
                 self._unmap(flight.remote)
             landed.append(Completion(ticket, error))
         return landed
+
+    def _learn_end(self, flight: _Flight) -> None:
+        """Moves what is expected of those behind by as much as this one ended early or late, where that is known."""
+        now = time.perf_counter()
+        shift = now - flight.due
+        if shift > 0 and now - self._looked > _FRESH_S:
+            return
+        for other in self._flights.values():
+            other.due += shift
+        self._lane_due += shift
 
     def _wake_up(self) -> None:
         """Silences what has woken the mover, and learns how late a sleeping one is woken."""
