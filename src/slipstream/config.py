@@ -16,6 +16,8 @@ import msgspec
 from msgspec import Meta
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+KVDtype = Literal["auto", "fp8"]
+AttentionBackend = Literal["auto", "torch", "triton", "flashinfer"]
 Transport = Literal["auto", "local", "shm", "tcp", "cuda_ipc", "nixl", "mooncake", "fake"]
 LogFormat = Literal["text", "json"]
 
@@ -39,6 +41,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Annotated[
         Dtype,
         Meta(description="Weights and KV: `auto` is bfloat16 on GPUs and on CPUs with AMX, else float32."),
+    ] = "auto"
+    kv_dtype: Annotated[
+        KVDtype,
+        Meta(
+            description="Keys and values in the pool: `auto` as --dtype; `fp8` half of bfloat16's size, with an error "
+            "of up to 1/16 of each number. Workers that exchange KV must agree."
+        ),
+    ] = "auto"
+    attention_backend: Annotated[
+        AttentionBackend,
+        Meta(
+            description="Attention on GPUs: `auto` takes the fastest that works here (`torch` on CPUs); a name is "
+            "obeyed or refused."
+        ),
     ] = "auto"
     device: Annotated[
         str,
@@ -152,7 +168,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 1
     strict_roles: Annotated[
         bool,
-        Meta(description="Never borrow a worker of the other role, even when none of the wanted role is left."),
+        Meta(
+            description="Never use a worker for the other role: neither when none of the wanted role is left, nor a "
+            "decode worker for prompts that would wait long."
+        ),
     ] = False
     request_timeout_s: Annotated[float, Meta(gt=0, description="A request that takes longer ends with 504.")] = 600.0
 

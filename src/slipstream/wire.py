@@ -59,6 +59,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     host: str
     version: str
     tp_size: int = 1
+    token_bytes: int = 0  # KV of one token on one rank
 
 
 class Hello(Message):

@@ -83,7 +83,7 @@ def test_one_long_prompt_outweighs_many_short_ones() -> None:
 def test_a_known_prefix_wins_until_the_queue_before_it_costs_more() -> None:
     a, b, d = standing("a", "prefill"), standing("b", "prefill"), standing("d", "decode")
     knows(a, list(range(100)))
-    for queued, expected in ((0, "a"), (99, "a"), (101, "b")):
+    for queued, expected in ((0, "a"), (99, "a"), (111, "b")):
         a.prefill_tokens = queued
         placement = chosen(a, b, d, prompt=range(104))
         assert placement is not None
@@ -226,3 +226,143 @@ def test_known_keys_follow_the_worker_and_stay_bounded() -> None:
     known.update(status(reset=True, added=[a]))
     assert len(known) == 1
     assert known.leading([a, c]) == 1
+
+
+# --------------------------------------------------------------------------------------- prompts beside sequences
+
+
+def test_a_prompt_keeps_away_from_sequences_until_the_wait_elsewhere_is_longer_than_its_harm() -> None:
+    a, b = standing("a"), standing("b", sequences=10)
+    for queued, expected in ((0, "a"), (1500, "a"), (2500, "b")):
+        a.prefill_tokens = queued
+        placement = chosen(a, b, prompt=range(1000))
+        assert placement is not None
+        assert placement.prefill == expected
+
+
+def test_sequences_keep_away_from_a_worker_whose_time_goes_to_prompts() -> None:
+    p = standing("p", "prefill")
+    busy, idle = standing("busy"), standing("idle", sequences=20)
+    assert [d for _, d in pairs(p, busy, idle, count=1)] == ["busy"]
+    busy.busy = 1.0
+    assert [d for _, d in pairs(p, busy, idle, count=1)] == ["idle"]
+
+
+def test_the_busy_share_of_a_worker_follows_its_prompts() -> None:
+    s = standing("a")
+    s.charge(100, 10.0)
+    s.reckon(11.0)
+    early = s.busy
+    s.reckon(60.0)
+    assert 0.1 < early < 0.5 < 0.99 < s.busy
+    s.discharge(100, 60.0)
+    s.reckon(120.0)
+    assert s.busy < 0.01
+
+
+def test_the_wait_of_a_worker_is_known_from_the_rate_of_its_last_prompts() -> None:
+    s = standing("a")
+    s.charge(1000, 10.0)
+    assert s.wait_s == 0.0, "nothing is known before the first prompt is done"
+    s.discharge(1000, 12.0)
+    s.charge(300, 50.0)
+    assert s.wait_s == pytest.approx(0.6)
+    s.discharge(300, 50.0, computed=False)
+    assert s.wait_s == 0.0
+    assert s.done_tokens == 1000
+
+
+def busy_prefill(tokens: int, *, rate: float = 1000.0) -> Standing:
+    return standing("p", "prefill", prefill_tokens=tokens, done_tokens=1000.0, spent_s=1000.0 / rate)
+
+
+def test_a_decode_worker_helps_only_when_a_prompt_would_wait_long() -> None:
+    d = standing("d", "decode")
+    for queued, expected in ((100, "p"), (5000, "d")):
+        placement = chosen(busy_prefill(queued), d, prompt=range(500), help_out=True)
+        assert placement is not None
+        assert (placement.prefill, placement.helping) == (expected, expected == "d")
+        assert placement.decode == "d"
+    fast = chosen(busy_prefill(5000, rate=1e6), d, prompt=range(500), help_out=True)
+    strict = chosen(busy_prefill(5000), d, prompt=range(500))
+    idle = chosen(busy_prefill(5000), standing("q", "prefill"), d, prompt=range(500), help_out=True)
+    assert [found.prefill if found else None for found in (fast, strict, idle)] == ["p", "p", "q"]
+
+
+def test_a_decode_worker_with_many_sequences_helps_later() -> None:
+    crowded = standing("d", "decode", sequences=60)
+    placement = chosen(busy_prefill(5000), crowded, prompt=range(500), help_out=True)
+    assert placement is not None
+    assert placement.prefill == "p"
+
+
+def test_a_helping_worker_keeps_the_request() -> None:
+    d, e = standing("d", "decode", sequences=5), standing("e", "decode", sequences=4, prefill_tokens=90_000)
+    placement = chosen(busy_prefill(50_000), d, e, prompt=range(500), help_out=True)
+    assert placement is not None
+    assert (placement.prefill, placement.decode) == ("d", "d")
+
+
+# ----------------------------------------------------------------------------------------------------- KV's travel
+
+
+def test_a_slow_route_is_taken_only_when_the_worker_behind_it_is_much_freer() -> None:
+    p = standing("p", "prefill", token_bytes=100_000)
+    near, far = standing("near", "decode", sequences=16), standing("far", "decode")
+
+    def seconds(p: str, d: str) -> float:
+        return 1e-9 if d == "far" else 1e-11
+
+    for length, expected in ((100, "far"), (5000, "near")):
+        placement = chosen(p, near, far, prompt=range(length), seconds_per_byte=seconds)
+        assert placement is not None
+        assert placement.decode == expected
+
+
+def test_what_a_decode_worker_holds_already_does_not_travel() -> None:
+    p = standing("p", "prefill", token_bytes=100_000)
+    near, far = standing("near", "decode", sequences=16), standing("far", "decode")
+    knows(far, list(range(2996)))
+    for length, expected in ((3000, "far"), (9000, "near")):
+        placement = chosen(
+            p, near, far, prompt=range(length), seconds_per_byte=lambda p, d: 1e-9 if d == "far" else 1e-11
+        )
+        assert placement is not None
+        assert placement.decode == expected
+
+
+# ------------------------------------------------------------------------------------------------- equal prompts
+
+
+def test_equal_prompts_that_come_together_are_computed_once() -> None:
+    a, b, d = standing("a", "prefill"), standing("b", "prefill"), standing("d", "decode")
+    first = chosen(a, b, d, prompt=range(101))
+    assert first is not None
+    by_id = {"a": a, "b": b}
+    there = by_id[first.prefill]
+    there.charge(first.to_compute, 1.0)
+    there.keys.promise(first.keys)
+    there.chosen = 1
+    second = chosen(a, b, d, prompt=range(101))
+    assert second is not None
+    assert (second.prefill, second.to_compute) == (first.prefill, 1)
+    other = chosen(a, b, d, prompt=range(500, 601))
+    assert other is not None
+    assert other.prefill != first.prefill
+    there.discharge(first.to_compute, 2.0)
+    there.keys.settle(first.keys)
+    third = chosen(a, b, d, prompt=range(101))
+    assert third is not None
+    assert third.to_compute == 101, "a promise ends with its request; from then on the worker tells"
+
+
+def test_a_promise_of_two_requests_ends_with_the_second() -> None:
+    known = KnownKeys(10)
+    a, b = bytes(16), bytes([1]) * 16
+    known.promise([a, b])
+    known.promise([a])
+    known.settle([a, b])
+    assert known.leading([a, b]) == 1
+    known.settle([a])
+    assert known.leading([a, b]) == 0
+    assert len(known) == 0

@@ -23,6 +23,8 @@ from slipstream.types import Request, Role
 
 logger = logging.getLogger(__name__)
 
+HELP_SAID_S = 60.0  # a log line about helping decode workers at most so often
+
 
 class Assignment:
     """The placing of one router's requests. What is charged to a standing is in `Life.charged` and `Life.decode`."""
@@ -34,13 +36,15 @@ class Assignment:
         self._suspects: dict[str, int] = {}  # worker id -> the ping that clears it
         self._borrowing: set[Role] = set()
         self._turns = 0
+        self._help_said = -HELP_SAID_S
 
     # ------------------------------------------------------------------------------------------ giving
 
     def choose(self, prompt: Prompt, avoid: Avoid = NOTHING_TO_AVOID, *, last_chance: bool = False) -> Placement | None:
         """The best pair now; None when there is none. At its last chance a request need not wait for a role to come."""
-        standings = self._fleet.standings()
+        standings, now = self._fleet.standings(), time.monotonic()
         for standing in standings:
+            standing.reckon(now)
             standing.usable = standing.usable and standing.id not in self._suspects
         borrow = {
             role: not self._strict and (last_chance or self._fleet.may_borrow(role)) for role in ("prefill", "decode")
@@ -49,8 +53,10 @@ class Assignment:
             prompt,
             standings,
             self._fleet.can_meet,
+            seconds_per_byte=self._fleet.seconds_per_byte,
             borrow_prefill=borrow["prefill"],
             borrow_decode=borrow["decode"],
+            help_out=not self._strict,
             avoid=avoid,
         )
 
@@ -74,7 +80,8 @@ class Assignment:
         assert p.standing is not None
         assert d.standing is not None
         self._turns += 1
-        p.standing.prefill_tokens += placement.to_compute
+        p.standing.charge(placement.to_compute, time.monotonic())
+        p.standing.keys.promise(placement.keys)
         d.standing.sequences += 1
         p.standing.chosen = d.standing.chosen = self._turns
 
@@ -89,9 +96,23 @@ class Assignment:
             if role not in self._borrowing:
                 logger.warning("no %s worker is usable: %s does that work too until one is back", role, p.label)
                 self._borrowing.add(role)
+        elif placement.helping:
+            self._metrics.borrowed.labels("prefill").inc()
+            self._say_help(p)
         elif self._borrowing:
             logger.info("workers of every role are usable again; nothing is borrowed any more")
             self._borrowing.clear()
+
+    def _say_help(self, helper: RemoteWorker) -> None:
+        now = time.monotonic()
+        if now - self._help_said >= HELP_SAID_S:
+            self._help_said = now
+            queued = sum(s.queued for s in self._fleet.standings() if s.may_prefill())
+            logger.info(
+                "%d prompt tokens wait at the prefill workers: %s computes prompts too (not with strict_roles)",
+                queued,
+                helper.label,
+            )
 
     # ------------------------------------------------------------------------------------------ taking back
 
@@ -100,7 +121,8 @@ class Assignment:
         if life.charged:
             worker = self._fleet.by_id(life.prefill)
             if worker is not None and worker.standing is not None:
-                worker.standing.prefill_tokens -= life.charged
+                worker.standing.discharge(life.charged, time.monotonic(), computed=bool(life.delivered))
+                worker.standing.keys.settle(life.placement.keys if life.placement else ())
             life.charged = 0
 
     def discharge(self, life: Life) -> None:

@@ -161,6 +161,12 @@ class Fleet:
         met = p.met.get(d.wire_address)
         return met is not None and time.monotonic() - met >= MEET_GRACE_S
 
+    def seconds_per_byte(self, prefill: str, decode: str) -> float:
+        """What the preflight of the slowest rank pair measured; 0 when nothing is known."""
+        p, d = self._by_id.get(prefill), self._by_id.get(decode)
+        rates = [r.gb_per_s for r in routes_to(p, d) if r.gb_per_s > 0] if p and d else []
+        return 1e-9 / min(rates) if rates else 0.0
+
     def may_borrow(self, role: Role) -> bool:
         """Whether the absence of `role` is a loss or a choice, and not just a start that is under way."""
         if role in self._roles_seen or "both" in self._roles_seen:

@@ -2,14 +2,23 @@
 
 The registry keeps one `Standing` a worker: what the worker said of itself (Status), what this router has sent there
 since, and which prefixes it holds, by block key. `place` reads them and answers with a `Placement`, or None when no
-pair can serve now. The caller then charges the placement to the standings (`Standing.charge_*`), so that the next
-choice sees it before the worker has said anything.
+pair can serve now. The caller then charges the placement to the standings, so that the next choice sees it before the
+worker has said anything.
 
-Prefill goes where the fewest tokens stand before the first token: those still to compute of this prompt (known prefix
-taken off) plus those already queued. That rule needs no cap against herding: a long queue outweighs a known prefix by
-itself. Decode goes where sequences and KV are fewest in proportion to what the worker holds; a known prefix saves
-bytes on the wire, but is worth `PREFIX_WORTH` sequences at most, so that a popular prefix cannot pile everything up
-on one worker. Equal candidates take turns.
+Prefill goes where it delays least: the prompt itself by the tokens queued before it and by its own that are not known
+there yet (at `THRIFT` more), and the sequences that decode on the same worker by its own time, each counted at `HARM`.
+That needs no cap against herding: a long queue outweighs a known prefix, and a few decoding sequences, by itself. What is being computed
+for another request counts as known, so that equal prompts that come together meet at one worker.
+
+Decode goes where load is least: sequences and KV in proportion to what the worker holds, the share of its time that
+prompts take (`BUSY_WORTH`), and the seconds that the KV would travel. A known prefix saves bytes, but is worth
+`PREFIX_WORTH` sequences at most, so that a popular prefix cannot pile everything up on one worker.
+
+The two rules pull workers for both roles apart: where sequences are, prompts stay away, and where prompts are,
+sequences do. Under prompts that would disturb decoding such workers become a prefill and a decode worker by themselves,
+and the decode worker computes prompts only when the wait at the other has grown longer than the harm here. Workers with
+the role `decode` do the same, if `help_out` allows it: at `HELP` times the price, and only when a prompt would wait
+longer than `HELP_WAIT_S` at every prefill worker.
 
 When no worker of a role is there, one of the other role is borrowed for both halves of the request: prefill and decode
 then happen in one place and nothing has to travel.
@@ -17,6 +26,8 @@ then happen in one place and nothing has to travel.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -26,7 +37,14 @@ from slipstream.types import Role
 
 PREFIX_WORTH = 2.0  # sequences that a fully known prefix may outweigh when a decode worker is chosen
 LOCAL_WORTH = 1.0  # sequences by which another worker must be ahead before a request leaves the one that prefills it
-DECODE_COST = 16  # prompt tokens that one decoding sequence costs a prefill on the same worker
+THRIFT = 0.1  # how much dearer a token to compute is than one to wait for: it takes others' time too
+HARM = 0.2  # share of a prompt's own time that each sequence decoding on the same worker counts for
+HELP = 2.0  # how many times as dear a prompt is on a decode worker, while there are prefill workers
+HELP_WAIT_S = 0.2  # how long a prompt must wait at every prefill worker before decode workers are considered
+RATE_TOKENS = 100_000  # over about how many prompt tokens a worker's rate is averaged
+BUSY_WORTH = 0.5  # load that a worker's prompts count for when all its time goes to them
+BUSY_S = 5.0  # over how long a worker's share of time with prompts is averaged
+TRAVEL_WORTH = 1.0  # load that one second of the KV's travel counts for
 KEY_SLACK = 1.25  # block keys remembered of a worker, in multiples of its pages
 
 
@@ -36,9 +54,20 @@ class KnownKeys:
     def __init__(self, limit: int) -> None:
         self._limit = max(1, limit)
         self._keys: dict[bytes, None] = {}
+        self._promised: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._keys) + len(self._promised)
+
+    def promise(self, keys: Iterable[bytes]) -> None:
+        """These are being computed there for a request; `settle` ends that, the worker has told by then."""
+        self._promised.update(keys)
+
+    def settle(self, keys: Iterable[bytes]) -> None:
+        self._promised.subtract(keys)
+        for key in keys:
+            if self._promised[key] <= 0:
+                del self._promised[key]
 
     def update(self, status: wire.Status) -> None:
         if status.reset:
@@ -53,7 +82,7 @@ class KnownKeys:
     def leading(self, keys: Sequence[bytes]) -> int:
         """How many of `keys` are known before the first unknown one."""
         for count, key in enumerate(keys):
-            if key not in self._keys:
+            if key not in self._keys and key not in self._promised:
                 return count
         return len(keys)
 
@@ -74,11 +103,12 @@ class Prompt:
         """Tokens of whole pages that the worker holds already; the last token is always computed."""
         known = self._known.get(standing.id)
         if known is None:
-            known = standing.keys.leading(self._keys_for(standing)) * standing.page_tokens if standing.keys else 0
+            known = standing.keys.leading(self.keys_for(standing)) * standing.page_tokens if standing.keys else 0
             self._known[standing.id] = known
         return known
 
-    def _keys_for(self, standing: Standing) -> list[bytes]:
+    def keys_for(self, standing: Standing) -> list[bytes]:
+        """Block keys of the whole pages that the worker could hold of this prompt."""
         kind = (standing.fingerprint, standing.page_tokens)
         keys = self._keys.get(kind)
         if keys is None:
@@ -103,6 +133,7 @@ class Standing:
     page_tokens: int
     max_sequences: int
     pages_total: int
+    token_bytes: int = 0  # KV of one token on one rank; 0 when the worker does not tell
     usable: bool = True
     pages_free: int = 0
     pages_cached: int = 0
@@ -111,6 +142,10 @@ class Standing:
     foreign_tokens: int = 0
     foreign_sequences: int = 0
     chosen: int = 0  # when it was last chosen, in placements; the longest ago wins a tie
+    busy: float = 0.0  # share of the last seconds in which prompts of this router were there
+    seen: float = 0.0  # until when `busy` is reckoned
+    spent_s: float = 0.0  # time with prompts, and their tokens: the rate at which it computes them
+    done_tokens: float = 0.0
     keys: KnownKeys = field(default_factory=lambda: KnownKeys(1))
 
     @classmethod
@@ -122,6 +157,7 @@ class Standing:
             page_tokens=info.page_tokens,
             max_sequences=max(1, info.max_sequences),
             pages_total=max(1, info.pages),
+            token_bytes=info.token_bytes,
             pages_free=info.pages,
             keys=KnownKeys(int(info.pages * KEY_SLACK)),
         )
@@ -140,16 +176,50 @@ class Standing:
         self.foreign_sequences = max(0, status.running - self.sequences)
         self.keys.update(status)
 
+    def reckon(self, now: float) -> None:
+        """Brings `busy` up to date, for a choice now."""
+        passed = now - self.seen
+        if passed <= 0:
+            return
+        share = math.exp(-passed / BUSY_S) if self.seen else 0.0
+        self.busy = self.busy * share + (1 - share) * (self.prefill_tokens > 0)
+        if self.prefill_tokens > 0 and self.seen:
+            self.spent_s += passed
+        self.seen = now
+
+    def charge(self, tokens: int, now: float) -> None:
+        """A prompt with so many tokens to compute is sent there."""
+        self.reckon(now)
+        self.prefill_tokens += tokens
+
+    def discharge(self, tokens: int, now: float, *, computed: bool = True) -> None:
+        """It is computed, or will not be."""
+        self.reckon(now)
+        self.prefill_tokens -= tokens
+        if computed:
+            self.done_tokens += tokens
+        if self.done_tokens > RATE_TOKENS:
+            self.done_tokens, self.spent_s = self.done_tokens / 2, self.spent_s / 2
+
+    @property
+    def wait_s(self) -> float:
+        """How long a prompt would wait for those before it, by the rate of the last ones; 0 before there is a rate."""
+        return self.queued * self.spent_s / self.done_tokens if self.done_tokens else 0.0
+
     @property
     def load(self) -> float:
         """Sequences in proportion to the most it runs, plus the share of its pages that hold live KV."""
         busy = self.pages_total - self.pages_free - self.pages_cached
-        return (self.sequences + self.foreign_sequences) / self.max_sequences + max(0, busy) / self.pages_total
+        return self.decoding / self.max_sequences + max(0, busy) / self.pages_total
 
     @property
     def queued(self) -> int:
-        """Prompt tokens that stand before a new prompt, decoding sequences counted at `DECODE_COST`."""
-        return self.prefill_tokens + self.foreign_tokens + DECODE_COST * (self.sequences + self.foreign_sequences)
+        """Prompt tokens that stand before a new prompt."""
+        return self.prefill_tokens + self.foreign_tokens
+
+    @property
+    def decoding(self) -> int:
+        return self.sequences + self.foreign_sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +245,15 @@ NOTHING_TO_AVOID = Avoid()
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where a request goes. `prefill` and `decode` are worker ids, equal for a local one; `to_compute` are the tokens
-    of the prompt that the prefill worker does not hold yet; `borrowed` is the role that no live worker has."""
+    of the prompt that the prefill worker does not hold yet, `keys` the block keys that it will hold then; `borrowed` is
+    the role that no live worker has; `helping` says that a decode worker takes a prompt off the prefill workers."""
 
     prefill: str
     decode: str
     to_compute: int
     borrowed: Role | None = None
+    helping: bool = False
+    keys: Sequence[bytes] = field(default=(), compare=False)
 
     @property
     def local(self) -> bool:
@@ -188,6 +261,11 @@ class Placement:
 
 
 CanMeet = Callable[[str, str], bool]
+SecondsPerByte = Callable[[str, str], float]
+
+
+def at_once(prefill: str, decode: str) -> float:
+    return 0.0
 
 
 def place(
@@ -195,20 +273,25 @@ def place(
     standings: Iterable[Standing],
     can_meet: CanMeet,
     *,
+    seconds_per_byte: SecondsPerByte = at_once,
     borrow_prefill: bool = False,
     borrow_decode: bool = False,
+    help_out: bool = False,
     avoid: Avoid = NOTHING_TO_AVOID,
 ) -> Placement | None:
     """The best pair for `prompt` among the usable workers, or None.
 
-    `can_meet(p, d)` says whether KV can travel from worker p to another worker d. The borrow flags say what may be
-    done when no usable worker has the role; they change nothing while one has.
+    `can_meet(p, d)` says whether KV can travel from worker p to another worker d, `seconds_per_byte(p, d)` how fast (of
+    one rank). The borrow flags say what may be done when no usable worker has the role; they change nothing while one
+    has. `help_out` lets decode workers compute prompts that would wait long at the prefill workers.
     """
     usable = [s for s in standings if s.usable]
     prefills = [s for s in usable if s.may_prefill()]
     decodes = [s for s in usable if s.may_decode()]
     if not usable or (prefills and decodes):
-        return _pair(prompt, prefills, decodes, can_meet, avoid)
+        if help_out and prefills and min(s.wait_s for s in prefills) > HELP_WAIT_S:
+            prefills = usable
+        return _pair(prompt, prefills, decodes, can_meet, seconds_per_byte, avoid)
     if (prefills and not borrow_decode) or (decodes and not borrow_prefill):
         return None
     chosen = min(usable, key=lambda s: (s.id in avoid.workers, *_prefill_key(prompt, s)))
@@ -217,25 +300,50 @@ def place(
 
 
 def _pair(
-    prompt: Prompt, prefills: list[Standing], decodes: list[Standing], can_meet: CanMeet, avoid: Avoid
+    prompt: Prompt,
+    prefills: list[Standing],
+    decodes: list[Standing],
+    can_meet: CanMeet,
+    seconds_per_byte: SecondsPerByte,
+    avoid: Avoid,
 ) -> Placement | None:
     by_prefill = sorted(prefills, key=lambda s: _prefill_key(prompt, s))
-    decode_keys = {s.id: _decode_key(prompt, s) for s in decodes}
-    by_decode = sorted(decodes, key=lambda s: decode_keys[s.id])
+    loads = {s.id: _decode_key(prompt, s) for s in decodes}
     second_best: Placement | None = None
     for p in by_prefill:
-        fitting = [d for d in by_decode if d is p or can_meet(p.id, d.id)]
+        fitting = [d for d in decodes if d is p or (p.may_prefill() and can_meet(p.id, d.id))]
         if not fitting:
             continue
         wanted = [d for d in fitting if not avoid.hits(p.id, d.id)]
-        found = Placement(p.id, _stay_or_go(p, wanted or fitting, decode_keys).id, len(prompt) - prompt.known(p))
+        keys = {d.id: _with_travel(prompt, p, d, loads[d.id], seconds_per_byte) for d in wanted or fitting}
+        d = _stay_or_go(p, sorted(wanted or fitting, key=lambda d: keys[d.id]), keys)
+        found = Placement(
+            p.id,
+            d.id,
+            len(prompt) - prompt.known(p),
+            helping=not p.may_prefill(),
+            keys=prompt.keys_for(p) if len(prefills) > 1 else (),
+        )
         if wanted:
             return found
         second_best = second_best or found
     return second_best
 
 
-def _stay_or_go(p: Standing, fitting: list[Standing], keys: dict[str, tuple[bool, float, int]]) -> Standing:
+DecodeKey = tuple[bool, float, int]
+
+
+def _with_travel(
+    prompt: Prompt, p: Standing, d: Standing, key: DecodeKey, seconds_per_byte: SecondsPerByte
+) -> DecodeKey:
+    if p is d:
+        return key
+    full, load, chosen = key
+    tokens = len(prompt) - prompt.known(d)
+    return (full, load + TRAVEL_WORTH * tokens * p.token_bytes * seconds_per_byte(p.id, d.id), chosen)
+
+
+def _stay_or_go(p: Standing, fitting: list[Standing], keys: dict[str, DecodeKey]) -> Standing:
     """The best of `fitting`, or p itself when it is among them and hardly behind: what stays need not travel."""
     best = fitting[0]
     if best is p or p not in fitting:
@@ -245,14 +353,16 @@ def _stay_or_go(p: Standing, fitting: list[Standing], keys: dict[str, tuple[bool
     return p if full == best_full and load <= best_load + LOCAL_WORTH / p.max_sequences else best
 
 
-def _prefill_key(prompt: Prompt, s: Standing) -> tuple[int, int]:
-    return (len(prompt) - prompt.known(s) + s.queued, s.chosen)
+def _prefill_key(prompt: Prompt, s: Standing) -> tuple[float, int]:
+    """Smaller is better: tokens of waiting, one's own and that of others; then turns."""
+    own = (len(prompt) - prompt.known(s)) * (1 + THRIFT + HARM * s.decoding)
+    return (s.queued + own * (1.0 if s.may_prefill() else HELP), s.chosen)
 
 
-def _decode_key(prompt: Prompt, s: Standing) -> tuple[bool, float, int]:
+def _decode_key(prompt: Prompt, s: Standing) -> DecodeKey:
     """Smaller is better: room for the prompt now, then load less what the known prefix is worth, then turns."""
     known = prompt.known(s)
     needed = (len(prompt) - known) // s.page_tokens + 1
-    full = s.pages_free + s.pages_cached < needed or s.sequences + s.foreign_sequences >= s.max_sequences
+    full = s.pages_free + s.pages_cached < needed or s.decoding >= s.max_sequences
     worth = PREFIX_WORTH * known / max(1, len(prompt)) / s.max_sequences
-    return (full, s.load - worth, s.chosen)
+    return (full, s.load + BUSY_WORTH * s.busy - worth, s.chosen)
