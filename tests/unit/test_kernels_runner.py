@@ -8,17 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.unit.served import random_requests, serve
 from tests.unit.tiny_models import load_model, make_plan, make_runner, new_row, shuffled_tables, tiny_model
 
 from slipstream.config import EngineConfig
+from slipstream.engine.plan import FROM_DEVICE
 from slipstream.run.cuda.graphs import graph_sizes
 from slipstream.run.cuda.inputs import DecodeInputs, MixedInputs
 from slipstream.run.cuda.memory import step_bytes
 from slipstream.run.cuda.ops import LAID_OUT_BYTES, decode_shape
-from slipstream.run.cuda.runner import CudaRunner, wants_most_likely
+from slipstream.run.cuda.runner import CudaRunner, wants_more
 from slipstream.run.cuda.twins import TorchOps
 from slipstream.run.device import GPU_RESERVE_BYTES, pool_pages
 from slipstream.run.runner import Runner
+from slipstream.run.sampler import DrawTable
 from slipstream.types import SamplingParams
 
 PAGES = 129
@@ -82,6 +85,74 @@ def test_the_runner_of_gpus_answers_like_the_plain_one(folder: Path):
     assert answers(twin_runner(folder), SETTINGS) == wanted
 
 
+@pytest.mark.parametrize("pages", [PAGES, 22])
+def test_two_steps_under_way_answer_like_one(folder: Path, pages: int):
+    requests = random_requests(40, seed=pages)
+    wanted = serve(make_runner(load_model(folder), pages=PAGES), requests, pages=pages)
+    found = serve(twin_runner(folder), requests, pages=pages)
+    assert (found.tokens, found.ends) == (wanted.tokens, wanted.ends)
+    assert found.likely == wanted.likely
+    assert found.logprobs.keys() == wanted.logprobs.keys()
+    for name, values in found.logprobs.items():
+        assert values == pytest.approx(wanted.logprobs[name], abs=1e-3)
+    assert len(found.ends) == len(requests)
+    assert found.ahead > 10
+    assert wanted.ahead == 0
+    assert (found.preemptions > 0) == (pages < PAGES)
+
+
+def test_a_step_that_raises_is_known_when_it_is_collected(folder: Path):
+    runner = twin_runner(folder)
+    runner.launch(make_plan([(0, [5], 0, [1])], new_rows=[new_row(0)]))
+    runner.launch(make_plan([(1, [5], 0, [PAGES])], new_rows=[new_row(1)]))  # a page that is not there
+    assert runner.collect().token_ids[0] >= 0
+    with pytest.raises(IndexError):
+        runner.collect()
+    runner.launch(make_plan([(0, [FROM_DEVICE], 1, [1])]))
+    assert runner.collect().token_ids[0] >= 0
+
+
+def test_no_more_than_two_steps_are_under_way(folder: Path):
+    runner = twin_runner(folder)
+    plan = make_plan([(0, [5], 0, [1])], new_rows=[new_row(0)])
+    runner.launch(plan)
+    runner.launch(plan)
+    with pytest.raises(AssertionError, match="under way already"):
+        runner.launch(plan)
+
+
+def test_a_step_takes_the_tokens_of_the_step_before_from_the_device(folder: Path):
+    known, ahead = twin_runner(folder), twin_runner(folder)
+    tables = shuffled_tables(3, 8, PAGES)
+    first = make_plan(
+        [(row, [7 + row, 8, 9], 0, tables[row]) for row in range(3)], new_rows=[new_row(row) for row in range(3)]
+    )
+    tokens = known.execute(first).token_ids.tolist()
+    ahead.launch(first)
+    order, expected = (2, 0, 1), [tokens]
+    for length in range(3, 9):
+        fed = dict(zip(order if length > 3 else (0, 1, 2), expected[-1], strict=True))
+        expected.append(known.execute(make_plan([(r, [fed[r]], length, tables[r]) for r in order])).token_ids.tolist())
+        ahead.launch(make_plan([(row, [FROM_DEVICE], length, tables[row]) for row in order]))
+        assert ahead.collect().token_ids.tolist() == expected[-2]
+    assert ahead.collect().token_ids.tolist() == expected[-1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_graph_says_which_rows_have_no_finite_logits(folder: Path, temperature: float):
+    runner = twin_runner(folder)
+    params = SamplingParams(temperature=temperature)
+    plan = make_plan(
+        [(row, [5 + row], 0, [1 + row]) for row in range(3)], new_rows=[new_row(r, params) for r in range(3)]
+    )
+    assert (runner.execute(plan).token_ids >= 0).all()
+    runner.pool.layer(0)[2, :, 1] = float("nan")
+    tokens = runner.execute(make_plan([(row, [5], 1, [1 + row]) for row in range(3)])).token_ids
+    assert (tokens < 0).tolist() == [False, True, False]
+    runner.launch(make_plan([(row, [FROM_DEVICE], 2, [1 + row]) for row in range(3)]))
+    assert (runner.collect().token_ids < 0).tolist() == [False, True, False]
+
+
 def test_padding_touches_nothing_but_the_scratch_page(folder: Path):
     runner = twin_runner(folder, rows=5)
     tables = shuffled_tables(3, 2, PAGES)
@@ -126,11 +197,11 @@ def test_splits_fill_the_chip_and_no_more():
     assert decode_shape(512)[0] == 1
 
 
-def test_only_plain_greedy_rows_take_the_most_likely_token_unseen():
-    assert wants_most_likely(SamplingParams(temperature=0.0))
-    others = ({"temperature": 0.5}, {"logprobs": 0}, {"min_tokens": 1}, {"logit_bias": {3: 1.0}})
-    for change in (*others, {"presence_penalty": 0.1}):
-        assert not wants_most_likely(SamplingParams(**{"temperature": 0.0, **change}))
+def test_only_rows_that_want_their_logits_changed_or_told_need_more_than_a_draw():
+    for change in ({"temperature": 0.0}, {"temperature": 0.5, "top_k": 3}, {"top_p": 0.9, "min_p": 0.1, "seed": 7}):
+        assert not wants_more(SamplingParams(**change))
+    for change in ({"logprobs": 0}, {"min_tokens": 1}, {"logit_bias": {3: 1.0}}, {"presence_penalty": 0.1}):
+        assert wants_more(SamplingParams(**{"temperature": 0.0, **change}))
 
 
 def test_columns_of_steps_arrive_where_kernels_look():
@@ -148,10 +219,19 @@ def test_columns_of_steps_arrive_where_kernels_look():
     assert step.query_start.tolist() == [0, 3, 4]
     assert step.lengths.tolist() == [9, 1]
     assert step.longest == 3
-    inputs = DecodeInputs(6, 4, device)
-    inputs.fill(make_plan(parts[:2]), 4)
+    inputs = DecodeInputs(6, 4, device, spare=9)
+    table = DrawTable(2, 50)
+    table.set(1, SamplingParams(temperature=0.5, top_k=7, top_p=0.9, min_p=0.25, seed=3))
+    how = table.columns(np.array([0, 1]), np.array([21, 4]))
+    inputs.fill(make_plan(parts[:2]), 4, how)
     columns = inputs.columns.first(4)
     assert columns.token_ids.tolist() == [5, 6, 0, 0]
+    assert columns.rows.tolist() == [0, 1, 9, 9]
+    assert inputs.how.temperature[:4].tolist() == [0.0, 0.5, 0.0, 0.0]
+    assert inputs.how.top_k[:2].tolist() == [0, 7]
+    assert inputs.how.log_min_p[:2].exp().tolist() == pytest.approx([0.0, 0.25])
+    assert inputs.how.top_p[:2].tolist() == [1.0, 0.9]
+    assert inputs.how.noise[:2].tolist() == how.noise.tolist()
     assert columns.lengths.tolist() == [21, 4, 1, 1]
     assert columns.tables[: 4 * 3].tolist() == [1, 2, 3, 4] + [0] * 8
 

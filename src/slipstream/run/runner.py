@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,7 +23,7 @@ from slipstream.engine.plan import StepOutcome, StepPlan
 from slipstream.kv.layout import KVLayout
 from slipstream.model.llama import Llama
 from slipstream.run.attention import PagedPool, StepAttention
-from slipstream.run.sampler import Sampler, top_logprobs
+from slipstream.run.sampler import Sampler, find_logprobs, to_device
 from slipstream.types import Logprob
 
 PROMPT_LOGPROB_ROWS = 64  # rows whose logits over the whole vocabulary exist at once
@@ -83,14 +84,18 @@ class Runner:
         sampled = np.flatnonzero(plan.sample)
         if len(sampled):
             logits = self.model.logits(self._rows(hidden, plan.query_start[sampled + 1] - 1))
-            chosen, found = self.sampler.sample(logits, plan.rows[sampled], plan.context_lens[sampled])
-            token_ids[sampled] = chosen
+            choice = self.sampler.choose(logits, plan.rows[sampled], plan.context_lens[sampled])
+            self._wait()
+            token_ids[sampled], found = self.sampler.finish(choice)
             for index, logprob in zip(sampled, found, strict=True):
                 logprobs[index] = logprob
         prompts = {index: self._prompt_logprobs(hidden, plan, index) for index in plan.prompt_logprobs}
+        self._wait()
+        return StepOutcome(plan.step, token_ids, logprobs, {index: read() for index, read in prompts.items()})
+
+    def _wait(self) -> None:
         if self.model.device.type == "cuda":
             torch.cuda.current_stream(self.model.device).synchronize()
-        return StepOutcome(plan.step, token_ids, logprobs, prompts)
 
     def _attention_kernels(self) -> AbstractContextManager[Any]:
         """On GPUs, all but cuDNN's: it compiles for every new length, 17 ms a call (measured on an H200), and a decode
@@ -106,20 +111,30 @@ class Runner:
             self._thread = threading.get_ident()
 
     def _tensor(self, values: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.model.device, non_blocking=True)
+        return to_device(torch.from_numpy(np.ascontiguousarray(values)), self.model.device)
 
     def _rows(self, hidden: Tensor, rows: NDArray[np.int64]) -> Tensor:
         return hidden if len(rows) == len(hidden) else hidden.index_select(0, self._tensor(rows))
 
-    def _prompt_logprobs(self, hidden: Tensor, plan: StepPlan, index: int) -> list[Logprob | None]:
-        """Log-probability of the token behind each token of one sequence's chunk; None where there is none."""
+    def _prompt_logprobs(self, hidden: Tensor, plan: StepPlan, index: int) -> Callable[[], list[Logprob | None]]:
+        """Log-probability of the token behind each token of one sequence's chunk; None where there is none.
+
+        The function returned gives them when the device has found them.
+        """
         targets = plan.prompt_logprobs[index]
         count = self.sampler.params(int(plan.rows[index])).prompt_logprobs or 0
-        found: list[Logprob | None] = [None] * len(targets)
         wanted = np.flatnonzero(targets >= 0)
+        parts = []
         for start in range(0, len(wanted), PROMPT_LOGPROB_ROWS):
             part = wanted[start : start + PROMPT_LOGPROB_ROWS]
             logits = self.model.logits(self._rows(hidden, plan.query_start[index] + part))
-            for offset, logprob in zip(part, top_logprobs(logits, targets[part], [count] * len(part)), strict=True):
+            parts.append(find_logprobs(logits, self._tensor(targets[part]), [count] * len(part)))
+
+        def read() -> list[Logprob | None]:
+            found: list[Logprob | None] = [None] * len(targets)
+            values = (logprob for part in parts for logprob in part.read())
+            for offset, logprob in zip(wanted, values, strict=True):
                 found[offset] = logprob
-        return found
+            return found
+
+        return read

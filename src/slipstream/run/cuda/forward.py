@@ -28,7 +28,6 @@ class Scratch:
         self.activated = torch.empty(rows, config.intermediate, **place)
         self.logits = torch.empty(rows, config.vocab, **place)
         self.part = torch.empty(rows, model.shard.vocab.size, **place) if model.shard.size > 1 else self.logits
-        self.chosen = torch.empty(rows, dtype=torch.int64, device=model.device)
 
 
 def add_sum(model: Llama, ops: Ops, part: Tensor, linear: Linear, x: Tensor) -> None:
@@ -41,7 +40,7 @@ def add_sum(model: Llama, ops: Ops, part: Tensor, linear: Linear, x: Tensor) -> 
 
 
 def decode(model: Llama, ops: Ops, step: DecodeColumns, scratch: Scratch) -> None:
-    """Logits and most likely tokens of the sequences of `step`, into the first rows of `scratch`."""
+    """Logits of the sequences of `step`, into the first rows of `scratch`."""
     rows = len(step.token_ids)
     x, qkv, attended = scratch.x[:rows], scratch.qkv[:rows], scratch.attended[:rows]
     activated, logits = scratch.activated[:rows], scratch.logits[:rows]
@@ -57,7 +56,6 @@ def decode(model: Llama, ops: Ops, step: DecodeColumns, scratch: Scratch) -> Non
     else:
         part = ops.project(x, model.head, scratch.part[:rows], model.norm)
         logits.copy_(model.gathered(part))
-    torch.argmax(logits, -1, out=scratch.chosen[:rows])
 
 
 def mixed(model: Llama, ops: Ops, step: MixedColumns) -> Tensor:

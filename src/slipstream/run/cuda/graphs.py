@@ -1,6 +1,7 @@
 """Decode steps as CUDA graphs, one for each of a set of batch sizes.
 
 A step of n sequences runs as the graph of the next larger size, padded with sequences of one token in the scratch page.
+A graph begins with the tokens that only the device knows and ends with those that it has drawn for each row.
 Graphs share their inputs, activations and memory, since only one runs at a time. They are captured when the runner is
 made, the largest first; what a captured step did not compile yet is compiled by running it once before. Where there is
 no GPU a size is a plain call, so that the same path can be tested.
@@ -15,11 +16,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slipstream.engine.plan import IntArray, StepPlan
+from slipstream.engine.plan import StepPlan
 from slipstream.model.llama import Llama
 from slipstream.run.cuda.forward import Scratch, decode
 from slipstream.run.cuda.inputs import DecodeInputs
 from slipstream.run.cuda.ops import Ops
+from slipstream.run.cuda.sampling import TokenOps
+from slipstream.run.sampler import DrawColumns
 
 logger = logging.getLogger(__name__)
 
@@ -33,17 +36,19 @@ def graph_sizes(most: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Runs plans in which every sequence has one new token, up to `most` sequences of up to `max_pages` pages."""
+    """Runs plans in which every sequence has one new token, up to `most` sequences of up to `max_pages` pages.
 
-    def __init__(self, model: Llama, ops: Ops, most: int, max_pages: int) -> None:
+    `last` [rows + 1] int32 are the last tokens of all rows, and of one that nobody has.
+    """
+
+    def __init__(self, model: Llama, ops: Ops, tokens: TokenOps, last: Tensor, most: int, max_pages: int) -> None:
         self.sizes = graph_sizes(most)
-        self._model, self._ops = model, ops
-        self._inputs = DecodeInputs(most, max_pages, model.device)
+        self._model, self._ops, self._tokens, self._last = model, ops, tokens, last
+        self._inputs = DecodeInputs(most, max_pages, model.device, spare=len(last) - 1)
         self._scratch = Scratch(model, most)
-        on_gpu = model.device.type == "cuda"
-        self._chosen = torch.empty(most, dtype=torch.int64, pin_memory=on_gpu)
+        self._chosen = torch.empty(most, dtype=torch.int64, device=model.device)
         self._replay: dict[int, Callable[[], None]] = {}
-        if on_gpu:
+        if model.device.type == "cuda":
             self._capture()
         else:
             self._replay = {size: lambda size=size: self._compute(size) for size in self.sizes}
@@ -52,23 +57,25 @@ class DecodeGraphs:
     def most(self) -> int:
         return self.sizes[-1]
 
-    def launch(self, plan: StepPlan) -> None:
-        """Starts the step; its logits and choices are there when the stream has done it."""
+    def launch(self, plan: StepPlan, how: DrawColumns) -> None:
+        """Starts the step; its logits and tokens are there when the stream has done it, until the next."""
         size = next(size for size in self.sizes if size >= plan.sequences)
-        self._inputs.fill(plan, size)
+        self._inputs.fill(plan, size, how)
         self._replay[size]()
 
     def logits(self, rows: int) -> Tensor:
         """Logits [rows, vocab] of the step that was launched last."""
         return self._scratch.logits[:rows]
 
-    def chosen(self, rows: int) -> IntArray:
-        """The most likely token of each sequence, once the stream has done the step; valid until the next launch."""
-        return self._chosen[:rows].numpy()
+    def chosen(self, rows: int) -> Tensor:
+        """The token [rows] drawn for each sequence of the step that was launched last."""
+        return self._chosen[:rows]
 
     def _compute(self, size: int) -> None:
-        decode(self._model, self._ops, self._inputs.columns.first(size), self._scratch)
-        self._chosen[:size].copy_(self._scratch.chosen[:size], non_blocking=True)
+        columns, how = self._inputs.columns.first(size), self._inputs.how.each(lambda column: column[:size])
+        self._tokens.feed(columns.token_ids, columns.rows, self._last)
+        decode(self._model, self._ops, columns, self._scratch)
+        self._tokens.draw(self.logits(size), how, self.chosen(size), columns.rows, self._last)
 
     def _capture(self) -> None:
         started = time.perf_counter()

@@ -1,9 +1,12 @@
-"""The integers of a step on their way to the device: one buffer, filled in place, one copy.
+"""The numbers of a step on their way to the device: one buffer, filled in place, one copy.
 
-All of a step's token ids, positions, lengths and block tables are int32 in one pinned buffer with a twin on the device.
-Each column begins at a multiple of four numbers, so that kernels see the same alignment every time. Of decode steps the
-layout is fixed, because captured graphs know the addresses; only the width of the block tables varies, and is part of
-the data.
+All of a step's token ids, positions, lengths and block tables are int32 in one pinned buffer with a twin on the device,
+and what sampling has to know of each row lies among them. Each column begins at a multiple of four numbers, so that
+kernels see the same alignment every time. Of decode steps the layout is fixed, because captured graphs know the
+addresses; only the width of the block tables varies, and is part of the data.
+
+Two steps may be under way: the pinned buffer of one may still be read while that of the next is filled, so there are
+two that take turns. The device's is one: its stream brings the next step's numbers behind the step that reads the last.
 """
 
 from __future__ import annotations
@@ -12,11 +15,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.engine.plan import IntArray, StepPlan
+from slipstream.run.sampler import DRAW_COLUMNS, DrawColumns
 
 ALIGNED = 4
+DRAW_KINDS = (torch.float32, torch.int32, torch.float32, torch.float64, torch.float64)  # of DrawColumns
+HOST_KINDS = (np.float32, np.int32, np.float32, np.float64, np.float64)
 ROW_BLOCK = 128  # tokens at a multiple of which a sequence begins when sequences are laid out
 
 
@@ -25,57 +32,73 @@ def aligned(count: int) -> int:
 
 
 class StagedInts:
-    """`capacity` int32 on the host, pinned where there is a GPU, and on the device. `send` copies the first of them."""
+    """`capacity` int32 on the device, and two buffers for them on the host, pinned where there is a GPU.
+
+    `turn` gives the one to fill next, whose last step has to have been collected; `send` copies the first of it.
+    """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self.capacity = capacity
-        self._pinned = torch.zeros(capacity, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self.host = self._pinned.numpy()
+        self._pinned = [torch.zeros(capacity, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(2)]
         self.device = torch.zeros(capacity, dtype=torch.int32, device=device)
 
+    def turn(self) -> NDArray[np.int32]:
+        self._pinned.reverse()
+        return self._pinned[0].numpy()
+
     def send(self, count: int) -> None:
-        self.device[:count].copy_(self._pinned[:count], non_blocking=True)
+        self.device[:count].copy_(self._pinned[0][:count], non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeColumns:
     """One new token a sequence. `width_at` [1] holds the width of `tables` [sequences, width], flat."""
 
-    token_ids: Tensor  # [sequences]
+    token_ids: Tensor  # [sequences]; negative: the last token of the row, until `TokenOps.feed` has put it there
     lengths: Tensor  # [sequences], the new token included
     tables: Tensor
     width_at: Tensor
+    rows: Tensor  # [sequences]
 
     def first(self, sequences: int) -> DecodeColumns:
-        return DecodeColumns(self.token_ids[:sequences], self.lengths[:sequences], self.tables, self.width_at)
+        some = self.token_ids[:sequences], self.lengths[:sequences], self.tables, self.width_at
+        return DecodeColumns(*some, self.rows[:sequences])
 
 
 class DecodeInputs:
-    """The columns of decode steps of up to `sequences` sequences and `max_pages` pages each, at fixed addresses."""
+    """The columns of decode steps of up to `sequences` sequences and `max_pages` pages each, at fixed addresses.
 
-    def __init__(self, sequences: int, max_pages: int, device: torch.device) -> None:
-        self.room = aligned(sequences)
-        self._tables_at = ALIGNED + 2 * self.room
+    `columns` and `how` are on the device. Sequences that fill a step up to a size of a graph have the row `spare`.
+    """
+
+    def __init__(self, sequences: int, max_pages: int, device: torch.device, spare: int = 0) -> None:
+        self.room = room = aligned(sequences)
+        self.spare = spare
+        self._tables_at = ALIGNED + 10 * room
         self._staged = StagedInts(self._tables_at + aligned(sequences * max_pages), device)
         ints = self._staged.device
-        self.columns = DecodeColumns(
-            token_ids=ints[ALIGNED : ALIGNED + self.room],
-            lengths=ints[ALIGNED + self.room : self._tables_at],
-            tables=ints[self._tables_at :],
-            width_at=ints[:1],
-        )
+        ids, lengths, rows, *settings = ints[ALIGNED : self._tables_at].split([room] * 6 + [2 * room] * 2)
+        self.columns = DecodeColumns(ids, lengths, ints[self._tables_at :], ints[:1], rows)
+        self.how = DrawColumns(*(part.view(kind) for part, kind in zip(settings, DRAW_KINDS, strict=True)))
 
-    def fill(self, plan: StepPlan, size: int) -> None:
-        """Sends a plan of one token a sequence, padded to `size` with sequences of one token in the scratch page."""
-        host, room, count = self._staged.host, self.room, plan.sequences
+    def fill(self, plan: StepPlan, size: int, how: DrawColumns | None = None) -> None:
+        """Sends a plan of one token a sequence, padded to `size` with sequences of one token in the scratch page.
+
+        Without `how` the most likely tokens are drawn.
+        """
+        host, room, count = self._staged.turn(), self.room, plan.sequences
         width = plan.block_tables.shape[1]
         host[0] = width
-        ids = host[ALIGNED : ALIGNED + size]
-        ids[:count] = plan.token_ids
-        ids[count:] = 0
-        lengths = host[ALIGNED + room : ALIGNED + room + size]
-        lengths[:count] = plan.context_lens
-        lengths[count:] = 1
+        values = plan.token_ids, plan.context_lens, plan.rows
+        for number, (column, filling) in enumerate(zip(values, (0, 1, self.spare), strict=True)):
+            start = ALIGNED + number * room
+            host[start : start + count] = column
+            host[start + count : start + size] = filling
+        settings = host[ALIGNED + 3 * room : self._tables_at]
+        settings[:size] = 0  # temperatures, as float32
+        if how is not None:
+            for name, kind, start in zip(DRAW_COLUMNS, HOST_KINDS, (0, 1, 2, 3, 5), strict=True):
+                settings[start * room :].view(kind)[:count] = getattr(how, name)
         end = self._tables_at + size * width
         tables = host[self._tables_at : end].reshape(size, width)
         tables[:count] = plan.block_tables
@@ -123,6 +146,7 @@ class MixedInputs:
             np.array([width]),
             plan.context_lens[:decodes],
             plan.block_tables[:decodes].reshape(-1),
+            plan.rows[:decodes],
             positions,
             plan.block_tables[sequence, positions // self.page_tokens],
             plan.query_start[decodes:] - decodes,
@@ -130,8 +154,8 @@ class MixedInputs:
             np.concatenate([[0], ends[:-1]]) if len(ends) else ends,
             plan.block_tables[decodes:].reshape(-1),
         ]
-        ids, width_at, decode_lengths, decode_tables, *chunks = self._send(columns)
-        decode = DecodeColumns(ids[:decodes], decode_lengths, decode_tables, width_at) if decodes else None
+        ids, width_at, decode_lengths, decode_tables, rows, *chunks = self._send(columns)
+        decode = DecodeColumns(ids[:decodes], decode_lengths, decode_tables, width_at, rows) if decodes else None
         return MixedColumns(
             ids,
             decode,
@@ -147,8 +171,9 @@ class MixedInputs:
         starts = np.cumsum([0] + [aligned(len(column)) for column in columns])
         if starts[-1] > self._staged.capacity:
             self._staged = StagedInts(2 * int(starts[-1]), self.device)
+        host = self._staged.turn()
         for start, column in zip(starts, columns, strict=False):
-            self._staged.host[start : start + len(column)] = column
+            host[start : start + len(column)] = column
         self._staged.send(int(starts[-1]))
         ints = self._staged.device
         return [ints[start : start + len(column)] for start, column in zip(starts, columns, strict=False)]

@@ -1,15 +1,22 @@
-"""Executes step plans on a GPU.
+"""Executes step plans on a GPU, two at a time: one that computes, and one launched behind it.
 
-Steps in which every sequence has one new token run as a CUDA graph: one copy of integers to the device, one graph, one
-copy of tokens back. All others, which hold a piece of a prompt, run kernel by kernel. Rows that only want the most
-likely token need nothing of the sampler; the rest is sampled from the step's logits as on a CPU, by the same code.
-All work of a runner is on a stream of its own, so that copies of KV pages elsewhere neither wait for it nor delay it.
+Steps in which every sequence has one new token run as a CUDA graph: one copy of numbers to the device, one graph, one
+copy of tokens back. All others, which hold a piece of a prompt, run kernel by kernel. Tokens are drawn on the device,
+which keeps the last one of each row, so that the next step can be launched before the host has read them. Rows that
+want more of their logits than a draw (penalties, biases, log-probabilities) get it behind the step by the code that a
+CPU runs; what these ask for is written before the launch returns as well.
+
+`launch` gives the device all that a step needs and waits for nothing; `collect` waits for the event behind it. All work
+of a runner is on a stream of its own, so that copies of KV pages elsewhere neither wait for it nor delay it.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,14 +24,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.engine.plan import IntArray, StepOutcome, StepPlan
+from slipstream.engine.plan import FROM_DEVICE, IntArray, StepOutcome, StepPlan
 from slipstream.kv.layout import KVLayout
 from slipstream.model.llama import Llama
 from slipstream.run.cuda.forward import mixed
 from slipstream.run.cuda.graphs import DecodeGraphs
 from slipstream.run.cuda.inputs import MixedInputs
 from slipstream.run.cuda.ops import HEAD_DIMS, Ops, TritonOps
+from slipstream.run.cuda.sampling import TokenOps, TorchTokens, TritonTokens
 from slipstream.run.runner import Runner
+from slipstream.run.sampler import Chosen, DrawColumns, Sampler, to_device
 from slipstream.types import Logprob, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -45,11 +54,25 @@ def why_not(model: Llama, layout: KVLayout) -> str:
     return ""
 
 
+@dataclass(slots=True)
+class Launched:
+    """A step under way, and where its outcome will be when `done` has come."""
+
+    plan: StepPlan
+    done: torch.cuda.Event | None = None
+    answer: Tensor | None = None  # [sequences] tokens of a graph, on the host
+    choice: Chosen | None = None  # of the sequences `chosen`, made behind the step
+    chosen: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    prompts: dict[int, Callable[[], list[Logprob | None]]] = field(default_factory=dict)
+
+
 class CudaRunner(Runner):
     """`Runner` with kernels and CUDA graphs. `max_pages` is the widest block table of a plan.
 
     `ops` replaces the kernels, for tests.
     """
+
+    depth = 2
 
     def __init__(
         self,
@@ -64,14 +87,21 @@ class CudaRunner(Runner):
         super().__init__(model, layout, memory, max_sequences)
         device = model.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._simple = np.zeros(max_sequences, dtype=np.bool_)  # rows that want the most likely token, nothing else
+        self._special = np.zeros(max_sequences, dtype=np.bool_)  # rows that want more than a draw
+        self._launched: deque[Launched | Exception] = deque()
+        self._answers = [torch.empty(max_sequences, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in "ab"]
+        self._last = torch.zeros(max_sequences + 1, dtype=torch.int32, device=device)  # one more for padding
         with torch.inference_mode(), self._on_stream():
             if ops is None:
                 pdl = torch.cuda.get_device_capability(device) >= (9, 0)
                 ops = TritonOps(model.config, self.pool, model.rotary, max_sequences, pdl=pdl)
             self._ops: Ops = ops
+            self._tokens: TokenOps = TorchTokens()
+            if device.type == "cuda":
+                self._tokens = TritonTokens(max_sequences, model.config.vocab, model.dtype, device)
+            self.sampler = Sampler(max_sequences, model.config.vocab, device, self._draw)
             self._mixed = MixedInputs(layout.page_tokens, device)
-            self._graphs = DecodeGraphs(model, ops, max_sequences, max_pages)
+            self._graphs = DecodeGraphs(model, ops, self._tokens, self._last, max_sequences, max_pages)
             self._sync()
 
     def warm_up(self, max_pages: int) -> None:
@@ -79,66 +109,102 @@ class CudaRunner(Runner):
         with torch.inference_mode(), self._on_stream():
             for length in WARM_LENGTHS:
                 if length <= max_pages * self.layout.page_tokens:
-                    plan = _prompt(length, self.layout.pages_for(length))
-                    self._logits(self._forward(plan)[-1:])
-            self._sync()
+                    logits = self._logits(self._forward(scratch_prompt(length, self.layout.pages_for(length)))[-1:])
+                    self._draw(logits, self.sampler.table.columns(np.zeros(1, dtype=np.int64), np.array([length])))
+                    self._sync()
+
+    def launch(self, plan: StepPlan) -> None:
+        """Gives the device a step; whatever that raises, `collect` raises."""
+        assert len(self._launched) < self.depth, f"{self.depth} steps are under way already"
+        try:
+            self._launched.append(self._begin(plan))
+        except Exception as error:
+            self._launched.append(error)
 
     @torch.inference_mode()
-    def _run(self, plan: StepPlan) -> StepOutcome:
+    def collect(self) -> StepOutcome:
+        launched = self._launched.popleft()
+        if isinstance(launched, Exception):
+            raise launched
+        if launched.done is not None:
+            launched.done.synchronize()
+        plan = launched.plan
+        token_ids = np.full(plan.sequences, -1, dtype=np.int64)
+        logprobs: list[Logprob | None] = [None] * plan.sequences
+        if launched.answer is not None:
+            token_ids = np.where(plan.sample, launched.answer.numpy(), -1)
+        if launched.choice is not None:
+            with self._on_stream():
+                token_ids[launched.chosen], found = self.sampler.finish(launched.choice)
+            for index, logprob in zip(launched.chosen, found, strict=True):
+                logprobs[index] = logprob
+        return StepOutcome(plan.step, token_ids, logprobs, {index: read() for index, read in launched.prompts.items()})
+
+    @torch.inference_mode()
+    def _begin(self, plan: StepPlan) -> Launched:
         for row in plan.freed_rows:
             self.sampler.free(row)
-        for new in plan.new_rows:
-            self.sampler.add(new)
-            self._simple[new.row] = wants_most_likely(new.sampling)
-        if len(plan.token_ids) == 0:
-            return StepOutcome(plan.step, np.full(plan.sequences, -1), [None] * plan.sequences)
         with self._on_stream():
-            if (
-                len(plan.token_ids) == plan.sequences
-                and not plan.prompt_logprobs
-                and plan.sequences <= self._graphs.most
-            ):
-                return self._decode(plan)
-            return self._compute(plan)
+            for new in plan.new_rows:
+                self.sampler.add(new)
+                self._special[new.row] = wants_more(new.sampling)
+            launched = Launched(plan)
+            if len(plan.token_ids) == 0:
+                return launched
+            one_each = len(plan.token_ids) == plan.sequences and not plan.prompt_logprobs
+            if one_each and plan.sequences <= self._graphs.most:
+                self._decode(launched)
+            else:
+                self._compute(launched)
+            if self._stream is not None:
+                launched.done = torch.cuda.Event()
+                launched.done.record(self._stream)
+            return launched
 
-    def _decode(self, plan: StepPlan) -> StepOutcome:
-        self._graphs.launch(plan)
-        if self._simple[plan.rows].all():
-            self._sync()
-            token_ids = np.where(plan.sample, self._graphs.chosen(plan.sequences), -1)
-            return StepOutcome(plan.step, token_ids, [None] * plan.sequences)
-        sampled = np.flatnonzero(plan.sample)
-        logits = self._graphs.logits(plan.sequences)
-        logits = (logits if len(sampled) == len(logits) else logits[self._tensor(sampled)]).float()
-        return self._sampled(plan, sampled, logits)
+    def _decode(self, launched: Launched) -> None:
+        plan = launched.plan
+        self._graphs.launch(plan, self.sampler.table.columns(plan.rows, plan.context_lens))
+        self._answers.reverse()  # the other may still be read
+        launched.answer = self._answers[0][: plan.sequences]
+        launched.answer.copy_(self._graphs.chosen(plan.sequences), non_blocking=True)
+        special = np.flatnonzero(plan.sample & self._special[plan.rows])
+        if len(special):
+            logits = self._graphs.logits(plan.sequences).index_select(0, self._tensor(special)).float()
+            self._choose(launched, logits, special)
 
-    def _compute(self, plan: StepPlan) -> StepOutcome:
+    def _compute(self, launched: Launched) -> None:
+        plan = launched.plan
         x = self._forward(plan)
         sampled = np.flatnonzero(plan.sample)
-        logits = self._logits(self._rows(x, plan.query_start[sampled + 1] - 1)) if len(sampled) else x
-        outcome = self._sampled(plan, sampled, logits)
+        if len(sampled):
+            logits = self._logits(self._rows(x, plan.query_start[sampled + 1] - 1))
+            self._choose(launched, logits, sampled)
         if plan.prompt_logprobs:
             hidden = self.model.norm(x)
             for index in plan.prompt_logprobs:
-                outcome.prompt_logprobs[index] = self._prompt_logprobs(hidden, plan, index)
-        self._sync()
-        return outcome
+                launched.prompts[index] = self._prompt_logprobs(hidden, plan, index)
 
     def _forward(self, plan: StepPlan) -> Tensor:
-        return mixed(self.model, self._ops, self._mixed.fill(plan))
+        columns = self._mixed.fill(plan)
+        if columns.decode is not None and (plan.token_ids[: columns.decodes] == FROM_DEVICE).any():
+            self._tokens.feed(columns.decode.token_ids, columns.decode.rows, self._last)
+        return mixed(self.model, self._ops, columns)
 
     def _logits(self, x: Tensor) -> Tensor:
         return self.model.logits(self.model.norm(x))
 
-    def _sampled(self, plan: StepPlan, sampled: IntArray, logits: Tensor) -> StepOutcome:
-        token_ids = np.full(plan.sequences, -1, dtype=np.int64)
-        logprobs: list[Logprob | None] = [None] * plan.sequences
-        if len(sampled):
-            chosen, found = self.sampler.sample(logits, plan.rows[sampled], plan.context_lens[sampled])
-            token_ids[sampled] = chosen
-            for index, logprob in zip(sampled, found, strict=True):
-                logprobs[index] = logprob
-        return StepOutcome(plan.step, token_ids, logprobs)
+    def _choose(self, launched: Launched, logits: Tensor, chosen: IntArray) -> None:
+        """Has tokens chosen for the sequences `chosen` of the plan; float32 logits may be overwritten."""
+        rows = launched.plan.rows[chosen]
+        launched.chosen = chosen
+        launched.choice = self.sampler.choose(logits, rows, launched.plan.context_lens[chosen])
+        self._last.index_copy_(0, self._tensor(rows), launched.choice.tokens.to(self._last.dtype))
+
+    def _draw(self, logits: Tensor, how: DrawColumns) -> Tensor:
+        chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        there = how.each(lambda column: to_device(torch.from_numpy(column), logits.device))
+        self._tokens.draw(logits, there, chosen)
+        return chosen
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -148,13 +214,13 @@ class CudaRunner(Runner):
             self._stream.synchronize()
 
 
-def wants_most_likely(sampling: SamplingParams) -> bool:
-    """Whether a row's next token is that of the largest logit, and nobody asks how large."""
-    plain = not sampling.penalized and not sampling.logit_bias and not sampling.min_tokens
-    return plain and sampling.temperature <= 0 and sampling.logprobs is None
+def wants_more(sampling: SamplingParams) -> bool:
+    """Whether a row's logits are changed before its token is drawn, or anybody asks for them."""
+    changed = sampling.penalized or bool(sampling.logit_bias) or sampling.min_tokens > 0
+    return changed or sampling.logprobs is not None
 
 
-def _prompt(tokens: int, pages: int) -> StepPlan:
+def scratch_prompt(tokens: int, pages: int) -> StepPlan:
     """A prompt that computes in the scratch page and whose sequence nobody knows."""
     column: NDArray[np.int64] = np.arange(tokens)
     return StepPlan(
