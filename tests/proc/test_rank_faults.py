@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.proc.programs import Server, alive, serving, until
+from tests.proc.test_transfer import Child, Node
 from tests.unit.tiny_models import make_plan, new_row, tiny_model
 
 from slipstream.config import EngineConfig, TransferConfig
@@ -22,6 +24,9 @@ from slipstream.ranks import lead, team
 from slipstream.ranks.lead import LeadRunner
 from slipstream.ranks.team import RankLost, Team
 from slipstream.run.engine_model import OpenedModel, open_model
+from slipstream.transfer.peer import disconnect, source_gone
+from slipstream.transfer.rank import RankHere
+from slipstream.transfer.transports.base import Exports
 
 
 def followers(leader: int) -> list[int]:
@@ -92,6 +97,48 @@ def in_background(work: Callable[[], str]) -> Callable[[], str]:
         return found[0]
 
     return answer
+
+
+# ------------------------------------------------------------------------------------------------- proofs
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_memory_is_free_only_when_every_rank_of_a_lost_source_is_proven_gone(transport: str) -> None:
+    mine = [Node(transport, 8, 2) for _ in range(2)]
+    theirs = [Child(transport, 8, 2) for _ in range(2)]
+    ranks = [RankHere(node.agent) for node in mine]
+    try:
+        exports = [msgspec.msgpack.decode(child.call("exports"), type=Exports) for child in theirs]
+        for rank in ranks:
+            await rank.admit("S", exports)
+        for child, node in zip(theirs, mine, strict=True):
+            assert child.call("connect", "D", node.exports()) == [transport]
+            child.call("fill", 3)
+            child.ask("write_for_ever", "D")
+        for node in mine:
+            until(lambda node=node: node.read().all(), "pages arrive", 20.0)
+        theirs[0].kill()
+        theirs[1].stop()
+        proof = asyncio.ensure_future(source_gone(ranks, "S"))
+        if transport == "shm":  # over tcp the receiver writes itself, and cuts the connection
+            assert not (await asyncio.wait([proof], timeout=0.5))[0], "a rank that is stopped may still write"
+        theirs[1].kill()
+        assert await asyncio.wait_for(proof, 10.0)
+        for node in mine:
+            node.zero()
+        await asyncio.sleep(0.2)
+        assert not any(node.read().any() for node in mine)
+    finally:
+        for one in (*theirs, *mine):
+            one.close()
+
+
+async def test_a_rank_of_ours_that_has_ended_gives_no_proof(pair: Pair) -> None:
+    (elsewhere,) = pair.team.ranks
+    assert await source_gone([elsewhere], "nobody") is True
+    os.kill(followers(os.getpid())[0], signal.SIGKILL)
+    assert await source_gone([elsewhere], "nobody") is False
+    await disconnect([elsewhere], "nobody/1")
 
 
 # ------------------------------------------------------------------------------------------------- two ranks alone

@@ -75,7 +75,7 @@ def test_unequal_tensor_parallel_ranks_together_receive_every_head_once(
     sources = [head_range(total, source_ranks, rank) for rank in range(source_ranks)]
     destinations = [head_range(total, destination_ranks, rank) for rank in range(destination_ranks)]
     head_bytes = WHOLE.head_bytes
-    for _ in range(20):
+    for _ in range(160):  # 10,240 lists in all
         pages = int(rng.integers(2, 12))
         count = int(rng.integers(1, pages + 1))
         origin, to = rng.permutation(pages)[:count], rng.permutation(pages)[:count]

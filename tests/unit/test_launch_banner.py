@@ -95,6 +95,19 @@ def test_a_pair_that_works_or_is_not_measured_yet_is_no_reason_to_give_up():
     assert why_no_route([member("both-0", "both")]) == ""
 
 
+def test_every_pair_of_ranks_has_its_route_in_the_table():
+    routes = [
+        Route(peer="d", transport="shm", gb_per_s=3.0, source_rank=0, destination_rank=0),
+        Route(peer="d", transport="tcp", gb_per_s=1.0, source_rank=1, destination_rank=0),
+    ]
+    source, destination = member("p", "prefill", *routes), member("d", "decode")
+    source.devices = ["cpu", "cpu"]
+    text = shown(source, destination)
+    assert "p rank 0 -> d rank 0   shm" in text
+    assert "p rank 1 -> d rank 0   tcp" in text
+    assert "p -> d   " in shown(member("p", "prefill", routes[0]), destination)
+
+
 def test_the_table_of_the_start_shows_a_route_without_the_ways_not_taken():
     console = Console(file=io.StringIO(), force_terminal=True, width=200)
     display = Display(["prefill-0"], "text", table=True, console=console)

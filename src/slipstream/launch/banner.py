@@ -22,6 +22,8 @@ class Route(msgspec.Struct, kw_only=True):
     transport: str = ""
     gb_per_s: float = 0.0
     latency_us: float = 0.0
+    source_rank: int = 0
+    destination_rank: int = 0
     rejected: dict[str, str] = {}
     rdma: bool = False
     error: str = ""
@@ -117,8 +119,10 @@ def _who(members: Sequence[Member], url: str, page_tokens: int, router_pid: int)
 def _how(routes: Sequence[tuple[Member, Member, Route | None]], width: int) -> str:
     rows = [("KV route", "transport", "measured", "latency")]
     notes: list[str] = []
-    for source, destination, route in routes:
+    for source, destination, route in _by_rank(routes):
         pair = f"{source.name} -> {destination.name}"
+        if route is not None and max(len(source.devices), len(destination.devices)) > 1:
+            pair = f"{source.name} rank {route.source_rank} -> {destination.name} rank {route.destination_rank}"
         if route is None:
             rows.append((pair, "not measured yet", "", ""))
         elif route.error:
@@ -134,6 +138,17 @@ def _how(routes: Sequence[tuple[Member, Member, Route | None]], width: int) -> s
             ]
     wrapped = [textwrap.fill(note, width, subsequent_indent="    ") for note in dict.fromkeys(notes)]
     return "\n".join([_table(rows, right=(2, 3)), *wrapped])
+
+
+def _by_rank(
+    routes: Sequence[tuple[Member, Member, Route | None]],
+) -> Iterator[tuple[Member, Member, Route | None]]:
+    """The same with every route of a pair of workers: there is one for each pair of ranks that share heads."""
+    for source, destination, first in routes:
+        if first is None or first.error:
+            yield source, destination, first
+        else:
+            yield from ((source, destination, r) for r in source.routes if r.peer == destination.name)
 
 
 def _table(rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:
