@@ -1,0 +1,69 @@
+"""Two ranks on two GPUs, over NCCL: sums, answers like those of one rank, a handoff to a worker of one rank."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
+]
+
+from tests.unit.tiny_models import tiny_model  # noqa: E402
+
+from slipstream import LLM  # noqa: E402
+from slipstream.types import SamplingParams  # noqa: E402
+
+SIZES: dict[str, Any] = {"head_dim": 32, "hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2}
+SETTINGS: dict[str, Any] = {"dtype": "float32", "kv_tokens": 4096, "max_sequences": 8, "chunk_tokens": 64}
+
+
+def batch() -> tuple[list[list[int]], list[SamplingParams]]:
+    rng = random.Random(5)
+    prompts = [[rng.randrange(3, 250) for _ in range(length)] for length in (1, 9, 50, 130, 17, 64)]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+        if i % 2 == 0
+        else SamplingParams(temperature=1.0, top_p=0.9, seed=i, max_tokens=24, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    return prompts, params
+
+
+def answers(folder: Path, **asked: Any) -> tuple[list[list[int]], dict[str, Any], Any]:
+    with LLM(str(folder), **SETTINGS, **asked) as llm:
+        first = [answer.token_ids for answer in llm.generate(*batch(), progress=False)]
+        second = [answer.token_ids for answer in llm.generate(*batch(), progress=False)]
+        assert first == second
+        return first, llm.audit(), llm.routes()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), "qwen2", tokenizer=True, **SIZES)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[list[int]]:
+    return answers(folder, both="cuda:0")[0]
+
+
+def test_two_ranks_answer_like_one(folder: Path, alone: list[list[int]]) -> None:
+    found, audits, _ = answers(folder, both="tp2@cuda:0,1")
+    assert found == alone
+    assert audits["both-0"]["problems"] == []
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [("tp2@cuda:0,1", "cuda:1"), ("cuda:1", "tp2@cuda:0,1")])
+def test_a_handoff_between_workers_of_unequal_size_changes_nothing(
+    folder: Path, alone: list[list[int]], prefill: str, decode: str
+) -> None:
+    found, audits, routes = answers(folder, prefill=prefill, decode=decode)
+    assert found == alone
+    assert audits["prefill-0"]["problems"] == audits["decode-0"]["problems"] == []
+    print(routes)
