@@ -245,7 +245,8 @@ class Run:
     def _say_handoffs(self, grown: dict[str, float]) -> None:
         for name, total in grown.items():
             if "_seconds_sum" in name and (count := grown.get(name.replace("_seconds_sum", "_seconds_count"), 0)):
-                say(f"   {name.replace('_seconds_sum', '')}: {count:.0f} times, mean {1e3 * total / count:.3f} ms")
+                shown = re.sub(r"\{.*\}", "", name.replace("_seconds_sum", ""))
+                say(f"   {shown}: {count:.0f} times, mean {1e3 * total / count:.3f} ms")
 
     def long(self) -> dict[str, Any]:
         return {
@@ -449,7 +450,7 @@ def summary(results: Results) -> None:
                 )
         if "first_token_ms" in value:
             times = value["first_token_ms"]
-            median = statistics.median(times)
+            median = round(statistics.median(times), 1)
             say(f"{part:24} ready {value['ready_s']:.1f} s; first request {times[0]} ms, median {median} ms")
 
 
