@@ -6,6 +6,7 @@ position and page, and int64 again when they arrive. A test compares the fields 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,7 +105,8 @@ def decode(order: bytes) -> tuple[Header, Any]:
 def _plan(header: PlanOrder, order: bytes, at: int) -> StepPlan:
     lengths = [*header.lengths, *header.prompt_logprobs.values()]
     numbers: IntArray = np.frombuffer(order, np.int32, sum(lengths), at).astype(np.int64)
-    columns = np.split(numbers, np.cumsum(lengths)[:-1])
+    ends = list(itertools.accumulate(lengths))
+    columns = [numbers[end - length : end] for length, end in zip(lengths, ends, strict=True)]
     named = dict(zip(COLUMNS, columns, strict=False))
     named["block_tables"] = named["block_tables"].reshape(-1, header.width)
     targets = columns[len(COLUMNS) :]
