@@ -83,6 +83,18 @@ def gid_value(where: str, text: str, notes: Notes) -> str | None:
         return None
 
 
+def device_name(name: str, notes: Notes) -> None:
+    """Warns of a name that no system gives to a device: a part of it is missing, or something has been added."""
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_.\-]*", name):
+        notes.warn("bad-value", f"{name!r} is no name of a device")
+
+
+def netdev_name(where: str, name: str | None, notes: Notes) -> None:
+    """The same of a network device."""
+    if name and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.:@\-]*", name):
+        notes.warn("bad-value", f"{where}: {name!r} is no name of a network device")
+
+
 def _empty(where: str, what: str, text: str | None, notes: Notes) -> None:
     if text is not None:
         notes.warn("bad-value", f"{where}: {what} without a value")

@@ -9,6 +9,7 @@ from slipstream.topo.read.reading import Reading, XidEvent
 from slipstream.topo.read.text import Notes, Text
 
 _GPU = re.compile(r"GPU (\d+): (.*?) \(UUID: ([^)\s]+)\)")
+_UUID = re.compile(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 _GPU_START = re.compile(r"GPU (\d+):")
 _LINK = re.compile(r"Link (\d+): (?:(\d+(?:\.\d+)?) GB/s|<inactive>)")
 _LINK_START = re.compile(r"Link \d+")
@@ -18,6 +19,7 @@ _FABRIC_KEY = re.compile(
     r"^\s*(State|Status|CliqueId|ClusterUUID|Health|Bandwidth|Route \w+|Access \w+ \w+)\s*:\s*(.*?)\s*$"
 )
 _NO_FABRIC = ("N/A", "Not Supported")
+_FABRIC_STATUS = re.compile(r"(?:[A-Z][A-Za-z/]*)(?: [A-Z][A-Za-z/]*)*")
 
 
 def looks_like_nvlink(text: Text) -> bool:
@@ -46,6 +48,8 @@ def read_nvlink(text: Text) -> Reading:
         if start:
             gpu = f"GPU{start.group(1)}"
             models[gpu] = (known.group(2), known.group(3)) if known else ("", "")
+            if known and not _UUID.fullmatch(known.group(3).removeprefix("GPU-")):
+                notes.warn("bad-value", f"{gpu}: {known.group(3)!r} is no UUID")
             rates.setdefault(gpu, {})
             if not known:
                 notes.warn("line-damaged", f"{gpu}: name and UUID cannot be read")
@@ -69,8 +73,7 @@ def read_nvlink(text: Text) -> Reading:
             elided.add(gpu)
     links = {gpu: _links(gpu, found, gpu in elided, gpu in all_inactive, notes) for gpu, found in rates.items()}
     _compare(links, notes)
-    if text.ends_cut:
-        notes.warn("no-line-end", "the last line has no line end: the text may be cut there")
+    notes.gaps(text)
     return Reading(
         kind="nvidia-smi-nvlink-status",
         links=links,
@@ -132,16 +135,22 @@ def read_fabric(text: Text) -> Reading:
         notes.warn("field-missing", "fabric state or status is not shown")
     if state and state not in ("Completed", "In Progress", "Not Started", *_NO_FABRIC):
         notes.warn("bad-value", f"{state!r} is no fabric state")
-    if text.ends_cut:
-        notes.warn("no-line-end", "the last line has no line end: the text may be cut there")
+    clique, cluster = keys.get("CliqueId", ""), keys.get("ClusterUUID", "")
+    if status and not _FABRIC_STATUS.fullmatch(status):
+        notes.warn("bad-value", f"{status!r} is no fabric status")
+    if clique and clique != "N/A" and not clique.isdigit():
+        notes.warn("bad-value", f"{clique!r} is no clique")
+    if cluster and cluster != "N/A" and not _UUID.fullmatch(cluster):
+        notes.warn("bad-value", f"{cluster!r} is no UUID")
+    notes.gaps(text)
     return Reading(
         kind="nvidia-smi-q-fabric",
         fabric=Fabric(
             state=state,
             status=status,
             healthy=fabric_health(state, status),
-            clique=keys.get("CliqueId", ""),
-            cluster=keys.get("ClusterUUID", ""),
+            clique=clique,
+            cluster=cluster,
         ),
         warnings=tuple(notes.findings),
         quirks=(*text.quirks, *notes.quirks),
@@ -158,11 +167,17 @@ def fabric_health(state: str, status: str) -> bool | None:
 
 def read_dmesg(text: Text) -> Reading:
     notes = Notes()
-    events = []
+    events: list[XidEvent] = []
+    seen: set[str] = set()
     for line in text.lines:
         match = _XID.search(line)
-        if match:
-            index = re.search(r"from GPU(\d+)", match.group(3))
+        if match and line in seen:
+            notes.warn("line-twice", f"a line of Xid {match.group(2)} stands twice: the second is left out")
+        elif match:
+            seen.add(line)
+            index = re.search(r"\bGPU(\d+)", match.group(3))
+            if "Timeout" in match.group(3) and not index:
+                notes.warn("line-cut", f"the line of Xid {match.group(2)} ends before it names the GPU")
             address, xid = match.group(1), int(match.group(2))
             if not re.fullmatch(r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}(?:\.\d)?", address):
                 notes.warn("bad-value", f"{address!r} is no PCI address")
@@ -171,8 +186,7 @@ def read_dmesg(text: Text) -> Reading:
                 notes.warn("line-damaged", f"the line of Xid {xid} is damaged")
         elif "Xid" in line or "NVRM" in line:
             notes.warn("line-damaged", f"cannot read {line.strip()[:60]!r}")
-    if text.ends_cut:
-        notes.warn("no-line-end", "the last line has no line end: the text may be cut there")
+    notes.gaps(text)
     return Reading(
         kind="dmesg", events=tuple(events), warnings=tuple(notes.findings), quirks=(*text.quirks, *notes.quirks)
     )

@@ -35,6 +35,8 @@ HARDWARE_DRIVERS = (
 )
 _MODULE = re.compile(r"^(?P<name>[A-Za-z]\w*)\s+(?P<size>\d{4,})\s+(?P<count>-?\d+)(?:\s+(?P<users>[\w,\-\[\]]+))?\s*$")
 _ULIMIT_A = re.compile(r"^(?P<what>[A-Za-z][a-zA-Z \-]*?)\s+\((?:[^()]*, )?-(?P<flag>\w)\)\s+(?P<value>\S+)\s*$")
+_LISTED = re.compile(r"/dev/?|/(?:dev|sys/class)/(?:infiniband(?:_mad|_verbs)?|nvidia[\w\-]*)?/?[*:]{0,2}")
+_PATH = re.compile(r"/(?:dev|sys/class)/(?:[a-z][a-z_\-]*/)?[^/]+")
 _MEMLOCK_FLOOR_KB = 1 << 20  # pools are gigabytes: less than one can only fail
 _NOFILE_FLOOR = 65536
 _LONG = re.compile(r"^c(?P<mode>[rwx-]{9})\S*\s+\d+\s+\S+\s+\S+\s+\d+,\s+\d+\s+.*?(?P<name>\S+)$")
@@ -80,8 +82,7 @@ def read_lsmod(text: Text) -> Reading:
             notes.warn("line-cut", f"{name} has {match['count']} users, {len(listed)} are listed")
         if int(match["count"]) < len(listed) or (match["users"] or "").endswith(","):
             notes.warn("line-damaged", f"{name}: count and users do not agree")
-    if text.ends_cut:
-        notes.warn("no-line-end", "the last line has no line end: the text may be cut there")
+    notes.gaps(text)
     seen = set(users) | {user for named in users.values() for user in named}
     modules: dict[str, bool | None] = {name: name in seen for name in MODULES}
     modules["hardware_rdma"] = any(name in seen for name in HARDWARE_DRIVERS)
@@ -118,8 +119,7 @@ def read_ulimit(text: Text) -> Reading:
         for what in ("memlock", "nofile"):
             if not any(key.startswith(what) for key in limits):
                 notes.warn("field-missing", f"no {what} line")
-    if text.ends_cut:
-        notes.warn("no-line-end", "the last line has no line end: the text may be cut there")
+    notes.gaps(text)
     return Reading(
         kind=kind,
         limits=limits,
@@ -152,8 +152,7 @@ def _verdict(limits: dict[str, int | bool | None]) -> str | None:
 def read_dev(text: Text) -> Reading:
     """Listings of /dev/infiniband, /sys/class/infiniband and /dev/nvidia*, alone or below their commands."""
     notes = Notes()
-    if text.ends_cut:
-        notes.warn("no-line-end", "the last line has no line end: the text may be cut there")
+    notes.gaps(text)
     if "-> ibdev=" in text.body:
         dev = _mad_map(text, notes)
     else:
@@ -175,9 +174,12 @@ def _entries(text: Text, notes: Notes) -> tuple[list[str], dict[str, str], list[
     sysfs: list[str] | None = None
     target = names
     for line in text.lines:
-        if not line.strip() or re.match(r"^(?:total \d+|d[rwx-]{9}|ls: )", line):
+        if not line.strip() or re.match(r"^(?:total \d+\s*$|d[rwx-]{9}|ls: )", line):
             continue
         if re.match(r"^\s*[#$]", line) or line.rstrip().endswith(":"):
+            strange = [path for path in re.findall(r"(?<!\S)/\S*", line) if not _LISTED.fullmatch(path)]
+            if strange:
+                notes.warn("line-damaged", f"{strange[0]!r} is no folder of device files: the line holds more")
             if "/sys/class/infiniband" in line:
                 sysfs = []
                 target = sysfs
@@ -191,12 +193,21 @@ def _entries(text: Text, notes: Notes) -> tuple[list[str], dict[str, str], list[
         elif re.match(r"^[c-][rwx-]", line):
             notes.warn("line-damaged", f"cannot read {line.strip()[:60]!r}")
         else:
-            target += [_name(word) for word in line.split()]
+            for word in line.split():
+                if "/" in word and not _PATH.fullmatch(word):
+                    notes.warn("stray-entry", f"{word!r} is no path of a device file")
+                target.append(_name(word))
     for name in names:
         if not re.fullmatch(
             r"(?:uverbs|umad|issm|ucm|nvidia|channel)\d+|rdma_cm|by-ibdev|by-path|nvidia[-\w]*|imex", name
         ):
             notes.warn("stray-entry", f"{name!r} is no known device file")
+    for listed in (names, sysfs or ()):
+        if len(set(listed)) < len(listed):
+            notes.warn("line-twice", "an entry stands twice: lines are repeated")
+    for name in sysfs or ():
+        if not re.fullmatch(r"[a-z][a-z0-9_\-]*\d[a-z0-9_]*", name):
+            notes.warn("stray-entry", f"{name!r} is no name of an RDMA device")
     return names, modes, sysfs
 
 

@@ -70,8 +70,7 @@ def read_matrix(text: Text) -> Reading:
     cells = _take_cells(table, notes)
     matrix = _assemble(table, cells, legend, lines, notes)
     _check(matrix, table, legend, notes)
-    if text.ends_cut:
-        notes.warn("no-line-end", "the last line has no line end: the text may be cut there")
+    notes.gaps(text)
     return Reading(
         kind="nvidia-smi-topo",
         warnings=tuple(notes.findings),

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from slipstream.topo import usable
 from slipstream.topo.graph import Gid, Nic, Port
-from slipstream.topo.read.fields import gid_value, number, phys_state, port_state
+from slipstream.topo.read.fields import device_name, gid_value, netdev_name, number, phys_state, port_state
 from slipstream.topo.read.reading import Reading
 from slipstream.topo.read.text import Notes, Text
 
@@ -20,6 +20,7 @@ _LINK = re.compile(
 )
 _LINK_KEYS = {"subnet_prefix", "lid", "sm_lid", "lmc", "state", "physical_state", "netdev", "netdev_index"}
 _IBDEV = re.compile(r"(?P<name>[A-Za-z]\S*)\s+port\s+(?P<port>\d+)\s+==>\s+(?P<netdev>\S+)\s+\((?P<state>Up|Down)\)")
+_GID_HEADER = re.compile(r"DEV\s+PORT\s+INDEX\s+GID\s+IPv4\s+VER\s+DEV\s*|[-\s]+")
 _GID_LINE = re.compile(
     r"(?P<name>[A-Za-z]\S*)\s+(?P<port>\d+)\s+(?P<index>\d+)\s+(?P<gid>(?:[0-9a-fA-F]{4}:){7}[0-9a-fA-F]{4})"
     r"(?:\s+(?P<ipv4>\d+\.\d+\.\d+\.\d+))?\s+(?P<version>v[12])(?:\s+(?P<netdev>\S+))?"
@@ -113,13 +114,14 @@ def read_ibdev(text: Text) -> Reading:
 def read_gids(text: Text) -> Reading:
     notes = Notes()
     tables: dict[tuple[str, int], list[Gid]] = {}
-    announced = None
+    announced, headed = None, False
     for line in text.lines:
         count = re.search(r"n_gids_found=(\d+)", line)
         if count:
             announced = int(count.group(1))
             continue
-        if not line.strip() or line.startswith(("DEV", "---")):
+        if not line.strip() or _GID_HEADER.fullmatch(line):
+            headed = headed or line.startswith("DEV")
             continue
         match = _GID_LINE.fullmatch(line.strip())
         value = gid_value(line.split()[0], match["gid"], notes) if match else None
@@ -139,6 +141,8 @@ def read_gids(text: Text) -> Reading:
                 "line-damaged", f"{match['name']} GID {gid.index}: {match['ipv4']} is not the address of the GID"
             )
         table.append(gid)
+    if not headed:
+        notes.warn("no-header", "no header line: the list may be cut at its beginning")
     shown = sum(len(table) for table in tables.values())
     if announced is None:
         notes.warn("no-count", "no n_gids_found line: the list may be cut")
@@ -158,6 +162,8 @@ def _gid_port(number_: int, table: list[Gid]) -> Port:
 def _devices(found: Iterable[tuple[str, Port]], notes: Notes) -> list[Nic]:
     ports: dict[str, list[Port]] = {}
     for name, port in found:
+        device_name(name, notes)
+        netdev_name(name, port.netdev, notes)
         held = ports.setdefault(name, [])
         if any(known.number == port.number for known in held):
             notes.warn("duplicate-device", f"{name} port {port.number} comes twice: the second is left out")
@@ -167,8 +173,7 @@ def _devices(found: Iterable[tuple[str, Port]], notes: Notes) -> list[Nic]:
 
 
 def _reading(kind: str, nics: list[Nic], text: Text, notes: Notes) -> Reading:
-    if text.ends_cut:
-        notes.warn("no-line-end", "the last line has no line end: the text may be cut there")
+    notes.gaps(text)
     return Reading(
         kind=kind,
         nics=usable.judge_all(nics),

@@ -42,8 +42,7 @@ def read_snapshot(text: Text) -> Reading:
                 notes.warn("field-missing", f"{nic.name} port {port.number}: no {', '.join(missing)}")
         if not nic.ports:
             notes.warn("field-missing", f"{nic.name}: no port in the list")
-    if text.ends_cut:
-        notes.warn("no-line-end", "the last line has no line end: the text may be cut there")
+    notes.gaps(text)
     return Reading(
         kind="sysfs-tree",
         nics=usable.judge_all(nics),

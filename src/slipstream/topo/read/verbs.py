@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from slipstream.topo import gids as gid_tables
 from slipstream.topo import usable
 from slipstream.topo.graph import Gid, Nic, Port
-from slipstream.topo.read.fields import gid_value, layer, number, phys_state, port_state
+from slipstream.topo.read.fields import device_name, gid_value, layer, number, phys_state, port_state
 from slipstream.topo.read.reading import Reading
 from slipstream.topo.read.text import Notes, Text
 
@@ -71,7 +71,7 @@ IBSTATUS = Dialect(
     ("default gid", "base lid", "sm lid", "state", "phys state", "rate", "link_layer"),
     ("state", "phys state", "rate", "link_layer"),
 )
-_GID = re.compile(r"GID\[\s*(\d+)\]:\s*([0-9a-fA-F:.]*)(?:,\s*(?:RoCE|IB)[ /]?(v\d)?[^\n]*)?")
+_GID = re.compile(r"GID\[\s*(\d+)\]:\s*([0-9a-fA-F:.]*)(?:,\s*(?:RoCE|IB)[ /]?(v\d)?(?:(?!GID\[)[^\n])*)?")
 _GONE = re.compile(r"stat of IB device '([^']+)' failed: (.*)")
 _FAILED = "Failed to open device"
 
@@ -117,8 +117,7 @@ def read_ibstatus(text: Text) -> Reading:
 
 
 def _reading(kind: str, nics: list[Nic], text: Text, notes: Notes) -> Reading:
-    if text.ends_cut:
-        notes.warn("no-line-end", "the last line has no line end: the text may be cut there")
+    notes.gaps(text)
     return Reading(
         kind=kind,
         nics=usable.judge_all(_merge(nics, notes)),
@@ -148,7 +147,10 @@ def _records(text: Text, dialect: Dialect, notes: Notes) -> list[Record]:
     current: Record | None = None
     port: dict[str, str] | None = None
     for line in text.lines:
-        for kind, key, value in _events(line, dialect, pattern):
+        events = _events(line, dialect, pattern)
+        if not events and not _may_stand_alone(line, dialect):
+            notes.warn("stray-line", f"cannot read {line.strip()[:60]!r}")
+        for kind, key, value in events:
             if kind == "head":
                 current, port = Record(key), None
                 records.append(current)
@@ -173,6 +175,16 @@ def _records(text: Text, dialect: Dialect, notes: Notes) -> list[Record]:
                 port.setdefault(key, value)
     _complete(records, dialect, notes)
     return records
+
+
+def _may_stand_alone(line: str, dialect: Dialect) -> bool:
+    """Whether a line without a known key is none that lost its own: a command, a complaint of the tool, or, of
+    `ibv_devinfo -v`, one of the many keys that are not read."""
+    if not line.strip() or re.match(r"\s*\S*[#$]\s", line) or _FAILED in line or "failed:" in line:
+        return True
+    if line.startswith(("ibpanic", "Fatal", "ibwarn")) or "not found" in line:
+        return True
+    return dialect is DEVINFO and (":" in line or bool(re.fullmatch(r"\s+[A-Z][A-Z0-9_ ]+", line)))
 
 
 def _repeats(record: Record, port: dict[str, str] | None, kind: str, key: str, at_device: bool) -> bool:
@@ -226,6 +238,8 @@ def _nic(record: Record, read_port: Callable[[str, int, dict[str, str], Notes], 
     part = record.keys.get("vendor_part_id", "")
     if part and not part.isdigit():
         notes.warn("bad-value", f"{record.name}: vendor_part_id {part!r} is no number")
+    if record.name != NO_NAME:
+        device_name(record.name, notes)
     name = f"MT{part}" if part.isdigit() and len(part) == 4 else record.keys.get("CA type", "")
     digits = name.removeprefix("MT")
     return Nic(
