@@ -85,6 +85,7 @@ class Browser:
         page.call("Runtime.enable")
         page.call("Log.enable")
         page.call("Network.enable")
+        page.call("Emulation.setFocusEmulationEnabled", enabled=True)  # as if each tab were the one in front
         page.size(width, height, scale=scale, mobile=mobile)
         return page
 
@@ -127,6 +128,9 @@ class Page:
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         return self._browser.call(method, self._session, **parameters)
 
+    def close(self) -> None:
+        self.call("Page.close")
+
     def note(self, method: str, params: dict[str, Any]) -> None:
         match method:
             case "Runtime.exceptionThrown":
@@ -159,22 +163,28 @@ class Page:
             raise RuntimeError(details.get("exception", {}).get("description") or details["text"])
         return told["result"].get("value")
 
-    def until(self, expression: str, limit_s: float = 20.0) -> Any:
+    def until(self, expression: str, limit_s: float = 20.0) -> None:
         """Waits until an expression is true."""
         deadline = time.monotonic() + limit_s
-        while not (found := self.run(expression)):
+        while not self.run(f"!!({expression})"):
             assert time.monotonic() < deadline, f"in vain: {expression}\n{self.run('document.body.innerText')[:3000]}"
             time.sleep(0.05)
-        return found
 
     def press(self, key: str) -> None:
         text = {"Enter": "\r", " ": " "}.get(key, key if len(key) == 1 else "")
         codes = {"Tab": 9, "Enter": 13, "Escape": 27, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowUp": 38,
                  "ArrowRight": 39, "ArrowDown": 40}  # fmt: skip
         code = codes.get(key, ord(key.upper()) if len(key) == 1 else 0)
-        for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code,
-                      text=text if kind == "keyDown" else "")  # fmt: skip
+        name = key if len(key) > 1 else ""
+        for kind in ("keyDown" if text else "rawKeyDown", "keyUp"):
+            self.call(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                code=name,
+                windowsVirtualKeyCode=code,
+                text=text if kind == "keyDown" else "",
+            )
 
     def picture(self, *, whole: bool = False) -> bytes:
         """A PNG of the viewport, or of the whole page."""

@@ -207,6 +207,7 @@ async def test_a_worker_that_is_lost_keeps_its_name_and_one_that_hangs_says_so(m
 
 
 async def test_the_drawing_follows_the_workers(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(watch, "FRESH_S", 0.0)
     workers: list[dict[str, Any]] = []
     monkeypatch.setattr(ScriptedRouter, "describe", lambda self: {"workers": [dict(worker) for worker in workers]})
     async with house(saying("x")) as home:
@@ -218,16 +219,7 @@ async def test_the_drawing_follows_the_workers(monkeypatch: pytest.MonkeyPatch):
         assert status == 200
         assert drawing.startswith("<svg")
         assert headers["content-type"].startswith("image/svg+xml")
-        worker = {
-            "url": "http://h:1",
-            "id": "w",
-            "name": "p-7",
-            "role": "prefill",
-            "state": "connecting",
-            "devices": [],
-        }
-        home.router.describe = lambda: {"router": "r", "ready": True, "workers": [dict(worker)]}
-        await asyncio.sleep(watch.FRESH_S)
+        workers.append({"url": "http://h:1", "id": "w", "name": "p-7", "role": "prefill", "state": "connecting"})
         _, after, _ = await home.request("GET", "/dashboard/state")
         assert after["drawing"]["version"] != state["drawing"]["version"]
         assert "p-7" in (await fetched(home, "/dashboard/machine"))[1]

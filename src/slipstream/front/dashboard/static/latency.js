@@ -48,10 +48,10 @@ function nearest(time) {
   return best;
 }
 
-/** The next of 1, 2, 5 times a power of ten. */
+/** The next round number. */
 function nice(value) {
   const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].find((step) => step * power >= value) * power;
+  return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].find((step) => step * power >= value) * power;
 }
 
 function scaleOf(part) {

@@ -48,7 +48,7 @@ function update(state) {
 
 function live(state) {
   const workers = new Map(state.workers.map((worker) => [worker.name, worker]));
-  for (const chip of room.querySelectorAll("[data-worker]")) set(chip, "data-state", workers.get(chip.dataset.worker)?.state ?? "gone");
+  for (const chip of room.querySelectorAll(".worker")) set(chip, "data-state", workers.get(chip.dataset.worker)?.state ?? "gone");
   for (const part of room.querySelectorAll("[data-lane]")) {
     const figure = workers.get(part.dataset.lane)?.figures?.transfer?.[part.dataset.transport];
     set(part, "data-active", figure?.value > 0 ? "yes" : null);
