@@ -75,7 +75,7 @@ def ring() -> None:
 
 
 def travel(parts: list[bytes]) -> tuple[float, float, float]:
-    """For an order to a sleeping process: median microseconds from put to get, processor microseconds of put, of get."""
+    """Of an order to a sleeping process: median microseconds from put to get, processor microseconds of both ends."""
     writer = RingWriter(1)
     there, here = os.pipe()
     fds = writer.fds(0)
@@ -110,8 +110,8 @@ def sums() -> None:
     meeting = Meeting(2)
     fds = [meeting.take(rank) for rank in range(2)]
     meeting.close()
-    measure("mapped memory", lambda rank: MemoryGroup(fds[rank], rank).reduce)
     measure("gloo", gloo)
+    measure("mapped memory", lambda rank: MemoryGroup(fds[rank], rank).reduce)
 
 
 def gloo(rank: int) -> Callable[[torch.Tensor], Any]:
@@ -132,9 +132,12 @@ def measure(name: str, join: Callable[[int], Callable[[torch.Tensor], Any]]) -> 
         for size in SIZES:
             x = torch.ones(size // 4)
             reduce(x)
-            took = microseconds(lambda x=x: reduce(x), SUMS)
+            times = sorted(microseconds(lambda x=x: reduce(x), 1) for _ in range(SUMS))
             if rank == 0:
-                print(f"sum of {size} bytes over two ranks by {name}: {took:.0f} us", flush=True)
+                middle, late = times[SUMS // 2], times[SUMS * 9 // 10]
+                print(
+                    f"sum of {size} bytes over two ranks by {name}: median {middle:.0f}, p90 {late:.0f} us", flush=True
+                )
 
     child = in_child(lambda: run(1))
     run(0)
