@@ -87,8 +87,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
     max_sequences: Annotated[int, Meta(ge=1, description="Sequences that decode together at most.")] = 64
     chunk_tokens: Annotated[
-        int, Meta(ge=1, description="Tokens computed in one step at most; longer prompts are cut into chunks.")
-    ] = 512
+        int,
+        Meta(
+            ge=0,
+            description="Tokens computed in one step at most; longer prompts are cut into chunks. 0 is 512 on a CPU and "
+            "8192 on a GPU.",
+        ),
+    ] = 0
     prefix_cache: Annotated[bool, Meta(description="Keep finished prefixes for reuse until the room is needed.")] = True
     max_waiting: Annotated[
         int, Meta(ge=1, description="Requests that may wait at one worker; more are refused with 429.")

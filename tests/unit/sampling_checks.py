@@ -117,7 +117,7 @@ def fed(device: torch.device, dtype: torch.dtype) -> None:
     ids = torch.tensor([5, -1, -1, 0, -1] + [7] * 300, dtype=torch.int32, device=device)
     rows = torch.arange(len(ids), dtype=torch.int32, device=device).flip(0)
     last = torch.arange(1000, 1000 + len(ids), dtype=torch.int32, device=device)
-    last[rows[4].item()] = -1
+    last[int(rows[4])] = -1
     ids_too = ids.clone()
     TritonTokens(1, VOCAB, dtype, device).feed(ids, rows, last)
     TorchTokens().feed(ids_too, rows, last)

@@ -15,7 +15,7 @@ from slipstream.config import EngineConfig
 from slipstream.engine.plan import FROM_DEVICE
 from slipstream.run.cuda.graphs import graph_sizes
 from slipstream.run.cuda.inputs import DecodeInputs, MixedInputs
-from slipstream.run.cuda.memory import step_bytes
+from slipstream.run.cuda.memory import largest_step, step_bytes
 from slipstream.run.cuda.ops import LAID_OUT_BYTES, decode_shape
 from slipstream.run.cuda.runner import CudaRunner, wants_more
 from slipstream.run.cuda.twins import TorchOps
@@ -39,10 +39,11 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return tiny_model(tmp_path_factory.mktemp("model"), request.param)
 
 
-def twin_runner(folder: Path, rows: int = 8, max_pages: int = 20) -> CudaRunner:
+def twin_runner(folder: Path, rows: int = 8, max_pages: int = 20, *, capture: bool = True) -> CudaRunner:
     plain = make_runner(load_model(folder), pages=PAGES)
     ops = TorchOps(plain.pool, plain.model.rotary)
-    return CudaRunner(plain.model, plain.layout, plain.pool.values.view(torch.uint8), rows, max_pages, ops=ops)
+    memory = plain.pool.values.view(torch.uint8)
+    return CudaRunner(plain.model, plain.layout, memory, rows, max_pages, ops=ops, capture=capture)
 
 
 def answers(runner: Runner, settings: list[SamplingParams], steps: int = 12) -> list[list[int]]:
@@ -166,6 +167,20 @@ def test_padding_touches_nothing_but_the_scratch_page(folder: Path):
     assert sorted(changed) == sorted([0, *(table[0] for table in tables)])
 
 
+def test_the_largest_step_asks_everything_of_every_row(folder: Path):
+    runner = twin_runner(folder, rows=6)
+    plan = largest_step(80, 6, 100, runner.layout)
+    assert (len(plan.token_ids), plan.sequences, plan.block_tables.max()) == (80, 6, 0)
+    outcome = runner.execute(plan)
+    assert (outcome.token_ids >= -1).all()
+    assert len(outcome.prompt_logprobs[5]) == 75
+
+
+def test_without_graphs_every_step_is_computed_kernel_by_kernel(folder: Path):
+    wanted = answers(twin_runner(folder), SETTINGS)
+    assert answers(twin_runner(folder, capture=False), SETTINGS) == wanted
+
+
 def test_a_step_without_tokens_only_settles_rows(folder: Path):
     runner = twin_runner(folder)
     plan = make_plan([(0, [5], 0, [1])], new_rows=[new_row(0)])
@@ -198,10 +213,12 @@ def test_splits_fill_the_chip_and_no_more():
 
 
 def test_only_rows_that_want_their_logits_changed_or_told_need_more_than_a_draw():
-    for change in ({"temperature": 0.0}, {"temperature": 0.5, "top_k": 3}, {"top_p": 0.9, "min_p": 0.1, "seed": 7}):
-        assert not wants_more(SamplingParams(**change))
-    for change in ({"logprobs": 0}, {"min_tokens": 1}, {"logit_bias": {3: 1.0}}, {"presence_penalty": 0.1}):
-        assert wants_more(SamplingParams(**{"temperature": 0.0, **change}))
+    assert not wants_more(SamplingParams(temperature=0.0))
+    assert not wants_more(SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=7))
+    assert wants_more(SamplingParams(temperature=0.0, logprobs=0))
+    assert wants_more(SamplingParams(min_tokens=1))
+    assert wants_more(SamplingParams(logit_bias={3: 1.0}))
+    assert wants_more(SamplingParams(presence_penalty=0.1))
 
 
 def test_columns_of_steps_arrive_where_kernels_look():

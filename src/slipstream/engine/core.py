@@ -39,7 +39,7 @@ from slipstream.engine.plan import StepOutcome, StepPlan
 from slipstream.engine.rows import RowTable
 from slipstream.engine.scheduler import Claim, Scheduler, Verdict
 from slipstream.engine.sequence import Phase, Sequence
-from slipstream.engine.terms import EngineNumbers, Terms
+from slipstream.engine.terms import CHUNK_TOKENS, EngineNumbers, Terms
 from slipstream.errors import REQUEST_ERRORS
 from slipstream.kv.layout import KVLayout
 from slipstream.kv.pages import PageAccount, PageAudit, PageState
@@ -72,9 +72,8 @@ class EngineCore:
         self._observer = observer = observer or NoObserver()
         self.page_tokens = layout.page_tokens
         self.max_model_len = settings.max_model_len or (pages - 1) * layout.page_tokens
-        self.step_tokens = max(
-            settings.chunk_tokens, settings.max_sequences + min(settings.chunk_tokens, layout.page_tokens)
-        )
+        chunk_tokens = settings.chunk_tokens or CHUNK_TOKENS
+        self.step_tokens = max(chunk_tokens, settings.max_sequences + min(chunk_tokens, layout.page_tokens))
         self.draining = False
         self._fingerprint = layout.fingerprint
         self._eos_ids = eos_ids
@@ -91,7 +90,7 @@ class EngineCore:
             self._account,
             self._rows,
             page_tokens=self.page_tokens,
-            chunk_tokens=settings.chunk_tokens,
+            chunk_tokens=chunk_tokens,
             headroom_tokens=headroom_tokens,
             prefix_cache=settings.prefix_cache,
             fits=self._fits,

@@ -8,10 +8,12 @@ from typing import Protocol
 from slipstream.engine.sequence import Sequence
 
 INT32 = 1 << 31
+CHUNK_TOKENS = 512  # where `chunk_tokens` is 0: enough to keep a CPU busy
 
 
 class EngineNumbers(Protocol):
-    """What the core reads of `config.EngineConfig`; `max_model_len` 0 means what the pool holds."""
+    """What the core reads of `config.EngineConfig`; `max_model_len` 0 means what the pool holds, and
+    `chunk_tokens` 0 CHUNK_TOKENS."""
 
     @property
     def page_tokens(self) -> int: ...

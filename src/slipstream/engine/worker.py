@@ -28,6 +28,7 @@ import msgspec
 from slipstream.config import EngineConfig, ObserveConfig, TransferConfig, WorkerConfig
 from slipstream.engine.core import EngineCore
 from slipstream.engine.effects import CopyPages, Effect
+from slipstream.engine.laps import Laps
 from slipstream.engine.loop import EngineLoop, Runner
 from slipstream.engine.metrics import WorkerMetrics
 from slipstream.engine.server import WorkerServer
@@ -128,12 +129,16 @@ class Worker:
         self._closing.callback(server.stop)
         server.start()
 
+        laps = Laps()
         devices = rank_devices(self._engine.device, self._engine.tp)
         self._team = team = self._start_others(devices)
         opened = open_model(msgspec.structs.replace(self._engine, device=devices[0]), progress)
+        laps.lap("model")
         pool = self._allocate(opened)
         self._closing.callback(pool.close)
+        laps.lap("KV pool")
         runner = self._join(opened, pool)
+        laps.lap("kernels and graphs")
         agent = TransferAgent(
             pool.region,
             opened.layout,
@@ -146,7 +151,7 @@ class Worker:
         )
         self._closing.callback(agent.close)
         max_model_len = opened.max_model_len(pool.region.pages)
-        numbers = msgspec.structs.replace(self._engine, max_model_len=max_model_len)
+        numbers = msgspec.structs.replace(opened.engine, max_model_len=max_model_len)
         core = EngineCore(
             opened.layout,
             pool.region.pages,
@@ -180,6 +185,8 @@ class Worker:
         if team is not None and team.lost is not None:
             raise team.lost
         server.state = "ready"
+        laps.lap("links")
+        logger.info("ready after %s", laps)
         if router:
             server.join(router, config.api_key)
 

@@ -24,6 +24,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 CPU_POOL_TOKENS = 32768  # default of a CPU worker, when memory allows
 CPU_POOL_SHARE = 0.25  # of free memory, at most: several workers share a machine
 GPU_RESERVE_BYTES = 1 << 30  # left for compiled code, graphs and the runtime's own needs
+CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}  # of one step, unless told: what keeps a device busy
 UUID = re.compile(r"(GPU-)?[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 
 

@@ -25,7 +25,7 @@ from slipstream.model.files import ModelFiles, locate
 from slipstream.model.llama import Llama
 from slipstream.model.loader import Progress, load
 from slipstream.model.shard import Shard, refuse_indivisible
-from slipstream.run.device import Placement, free_bytes, place, pool_pages, usable_cores
+from slipstream.run.device import CHUNK_TOKENS, Placement, free_bytes, place, pool_pages, usable_cores
 from slipstream.run.parallel import Group, MemoryGroup
 from slipstream.run.runner import Runner
 from slipstream.transfer.transports.base import Region
@@ -46,7 +46,7 @@ class Pool(Protocol):
 class OpenedModel:
     """A loaded model, or one rank's part of it, with all that a worker tells others about it.
 
-    `config` is the whole model's; `engine.device` is this rank's.
+    `config` is the whole model's; `engine.device` is this rank's, and its `chunk_tokens` are chosen if they were not.
     """
 
     engine: EngineConfig
@@ -73,12 +73,19 @@ class OpenedModel:
         """Pages that a pool may have now, one scratch page included."""
         if self.device.type == "cpu":
             return pool_pages(self.engine, self.layout, self.device)
-        from slipstream.run.cuda.memory import step_bytes
+        return pool_pages(self.engine, self.layout, self.device, self._step_bytes())
 
-        sequences = self.engine.max_sequences
-        tokens = max(self.engine.chunk_tokens, sequences + self.engine.page_tokens)
-        needed = step_bytes(self.model.config, self.placement.dtype.itemsize, tokens, sequences)
-        return pool_pages(self.engine, self.layout, self.device, needed)
+    def _step_bytes(self) -> int:
+        """What the largest step takes beside weights and pool: tried where one rank alone can run it, else reckoned."""
+        from slipstream.run.cuda.memory import dry_run, step_bytes
+        from slipstream.run.cuda.runner import why_not
+
+        engine, sequences = self.engine, self.engine.max_sequences
+        tokens = max(engine.chunk_tokens, sequences + engine.page_tokens)
+        if engine.kv_tokens or engine.tp > 1 or why_not(self.model, self.layout):
+            return step_bytes(self.model.config, self.placement.dtype.itemsize, tokens, sequences)
+        context = engine.max_model_len or self.config.max_position
+        return dry_run(self.model, self.layout, tokens, sequences, context)
 
     @property
     def head_ranges(self) -> list[HeadRange]:
@@ -159,11 +166,14 @@ def open_model(engine: EngineConfig, progress: Progress | None = None, *, rank: 
     if engine.tp > 1 and not engine.threads:
         engine = msgspec.structs.replace(engine, threads=max(1, len(usable_cores()) // engine.tp))
     placement = place(engine)
+    chunk_tokens = engine.chunk_tokens or CHUNK_TOKENS[placement.device.type]
+    engine = msgspec.structs.replace(engine, chunk_tokens=chunk_tokens)
     dummy = engine.load_format == "dummy"
     files = locate(engine.model, need_weights=not dummy)
     config = read_config(files)
     refuse_indivisible(config, engine.tp)
-    layout = config.layout(engine.page_tokens, placement.dtype_name, engine.tp, rank)
+    kv_dtype = placement.dtype_name if engine.kv_dtype == "auto" else engine.kv_dtype
+    layout = config.layout(engine.page_tokens, kv_dtype, engine.tp, rank)
     if placement.threads:
         torch.set_num_threads(placement.threads)
     free = free_bytes(placement.device)

@@ -36,13 +36,16 @@ def graph_sizes(most: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Runs plans in which every sequence has one new token, up to `most` sequences of up to `max_pages` pages.
+    """Runs plans in which every sequence has one new token, of up to `max_pages` pages, in batches of `sizes`.
 
-    `last` [rows + 1] int32 are the last tokens of all rows, and of one that nobody has.
+    `most` is the largest size that there may be. `last` [rows + 1] int32 are the last tokens of all rows, and of one
+    that nobody has.
     """
 
-    def __init__(self, model: Llama, ops: Ops, tokens: TokenOps, last: Tensor, most: int, max_pages: int) -> None:
-        self.sizes = graph_sizes(most)
+    def __init__(
+        self, model: Llama, ops: Ops, tokens: TokenOps, last: Tensor, sizes: list[int], most: int, max_pages: int
+    ) -> None:
+        self.sizes = sizes
         self._model, self._ops, self._tokens, self._last = model, ops, tokens, last
         self._inputs = DecodeInputs(most, max_pages, model.device, spare=len(last) - 1)
         self._scratch = Scratch(model, most)
@@ -55,7 +58,8 @@ class DecodeGraphs:
 
     @property
     def most(self) -> int:
-        return self.sizes[-1]
+        """The largest batch that there is a graph for; 0 without any."""
+        return max(self.sizes, default=0)
 
     def launch(self, plan: StepPlan, how: DrawColumns) -> None:
         """Starts the step; its logits and tokens are there when the stream has done it, until the next."""

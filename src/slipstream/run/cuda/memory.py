@@ -1,11 +1,30 @@
-"""How much device memory steps need beside weights and pool: taken into account before the pool takes the rest."""
+"""How much device memory steps need beside weights and pool: taken into account before the pool takes the rest.
+
+One rank alone tries it: a step as large as any, over a pool of one page, with everything asked of every row. Ranks that
+would have to compute together cannot before they have met, and reckon.
+"""
 
 from __future__ import annotations
 
-from slipstream.model.config import ModelConfig
-from slipstream.run.cuda.ops import LAID_OUT_BYTES
+import gc
+import logging
 
-SAMPLING_BYTES = 32  # for each logit that is sampled: float32 copies, float64 weights and their sums
+import numpy as np
+import torch
+
+from slipstream.engine.plan import NewRow, StepPlan
+from slipstream.kv.layout import KVLayout
+from slipstream.model.config import ModelConfig
+from slipstream.model.llama import Llama
+from slipstream.run.cuda.inputs import ROW_BLOCK
+from slipstream.run.cuda.ops import LAID_OUT_BYTES
+from slipstream.run.runner import PROMPT_LOGPROB_ROWS
+from slipstream.types import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+SAMPLING_BYTES = 32  # for each logit that is sampled: float32 copies, and what penalties count
+MARGIN = 1.05  # of what was tried: memory is handed out in blocks
 
 
 def step_bytes(config: ModelConfig, item_bytes: int, tokens: int, sequences: int) -> int:
@@ -14,3 +33,48 @@ def step_bytes(config: ModelConfig, item_bytes: int, tokens: int, sequences: int
     numbers = 2 * config.hidden + qkv + config.heads * config.head_dim + 3 * config.intermediate
     logits = sequences * config.vocab * (2 * item_bytes + SAMPLING_BYTES)
     return tokens * numbers * item_bytes + logits + LAID_OUT_BYTES
+
+
+def dry_run(model: Llama, layout: KVLayout, tokens: int, sequences: int, context: int) -> int:
+    """Bytes that the largest step took: `tokens` tokens, most of them of a prompt with `context` tokens, the others of
+    `sequences` - 1 that decode, with penalties and log-probabilities for all. Graphs are not among them."""
+    from slipstream.run.cuda.runner import CudaRunner
+
+    device, max_pages = model.device, layout.pages_for(context)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    memory = torch.zeros(layout.page_bytes, dtype=torch.uint8, device=device)
+    runner = CudaRunner(model, layout, memory, sequences, max_pages, capture=False)
+    room = LAID_OUT_BYTES // (layout.token_bytes // layout.layers) // ROW_BLOCK * ROW_BLOCK
+    runner.execute(largest_step(tokens, sequences, max(tokens, min(context, room)), layout))
+    taken = torch.cuda.max_memory_allocated(device) - before
+    del runner, memory
+    gc.collect()
+    torch.cuda.empty_cache()
+    logger.info("a step of %d tokens and %d sequences takes %.0f MiB", tokens, sequences, taken / 2**20)
+    return int(taken * MARGIN)
+
+
+def largest_step(tokens: int, sequences: int, context: int, layout: KVLayout) -> StepPlan:
+    """As much as one step can hold, all in the scratch page; every row asks for everything."""
+    everything = SamplingParams(
+        seed=1, top_p=0.9, top_k=50, presence_penalty=0.1, repetition_penalty=1.1, logprobs=20, prompt_logprobs=20
+    )
+    chunk = tokens - (sequences - 1)
+    counts = np.array([1] * (sequences - 1) + [chunk])
+    targets = np.full(chunk, -1, dtype=np.int64)
+    targets[:PROMPT_LOGPROB_ROWS] = 0
+    return StepPlan(
+        step=0,
+        token_ids=np.zeros(tokens, dtype=np.int64),
+        positions=np.concatenate([np.zeros(sequences - 1, dtype=np.int64), np.arange(context - chunk, context)]),
+        query_start=np.concatenate([[0], np.cumsum(counts)]),
+        context_lens=np.array([1] * (sequences - 1) + [context]),
+        block_tables=np.zeros((sequences, layout.pages_for(context)), dtype=np.int64),
+        rows=np.arange(sequences),
+        sample=np.ones(sequences, dtype=np.bool_),
+        new_rows=[NewRow(row, everything, [0], [0], (), 1) for row in range(sequences)],
+        prompt_logprobs={sequences - 1: targets},
+    )

@@ -28,7 +28,7 @@ from slipstream.engine.plan import FROM_DEVICE, IntArray, StepOutcome, StepPlan
 from slipstream.kv.layout import KVLayout
 from slipstream.model.llama import Llama
 from slipstream.run.cuda.forward import mixed
-from slipstream.run.cuda.graphs import DecodeGraphs
+from slipstream.run.cuda.graphs import DecodeGraphs, graph_sizes
 from slipstream.run.cuda.inputs import MixedInputs
 from slipstream.run.cuda.ops import HEAD_DIMS, Ops, TritonOps
 from slipstream.run.cuda.sampling import TokenOps, TorchTokens, TritonTokens
@@ -69,7 +69,7 @@ class Launched:
 class CudaRunner(Runner):
     """`Runner` with kernels and CUDA graphs. `max_pages` is the widest block table of a plan.
 
-    `ops` replaces the kernels, for tests.
+    `ops` replaces the kernels, for tests; without `capture` every step runs kernel by kernel.
     """
 
     depth = 2
@@ -83,6 +83,7 @@ class CudaRunner(Runner):
         max_pages: int,
         *,
         ops: Ops | None = None,
+        capture: bool = True,
     ) -> None:
         super().__init__(model, layout, memory, max_sequences)
         device = model.device
@@ -101,7 +102,8 @@ class CudaRunner(Runner):
                 self._tokens = TritonTokens(max_sequences, model.config.vocab, model.dtype, device)
             self.sampler = Sampler(max_sequences, model.config.vocab, device, self._draw)
             self._mixed = MixedInputs(layout.page_tokens, device)
-            self._graphs = DecodeGraphs(model, ops, self._tokens, self._last, max_sequences, max_pages)
+            sizes = graph_sizes(max_sequences) if capture else []
+            self._graphs = DecodeGraphs(model, ops, self._tokens, self._last, sizes, max_sequences, max_pages)
             self._sync()
 
     def warm_up(self, max_pages: int) -> None:
