@@ -33,9 +33,10 @@ from slipstream.config import FrontConfig
 from slipstream.front.app import create_app
 from slipstream.front.backend import Sink
 from slipstream.front.scripted import ScriptedRouter, Stage
-from slipstream.front.server import bind, serve
+from slipstream.front.server import serve
 from slipstream.front.service import TokenizerService
 from slipstream.front.tokenizer import load_tokenizer
+from slipstream.listen import listen
 from slipstream.types import Request, Tokens
 
 PATH = "/v1/chat/completions"
@@ -188,7 +189,7 @@ async def run(streams: int, tokens: int, rates: list[float | None]) -> None:
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
     print(f"made-up router alone: {own_cost(router, streams, tokens):.1f} us a token")
     app = create_app(router, TokenizerService("", tokenizer), FrontConfig())
-    sock = bind("127.0.0.1", 0)
+    sock = listen("127.0.0.1", 0)
     stop = asyncio.Event()
     server = asyncio.create_task(serve(app, FrontConfig(), sock, stop=stop))
     for rate in rates:

@@ -15,15 +15,17 @@ from slipstream.config import FrontConfig
 from slipstream.errors import ConfigError
 from slipstream.front.app import create_app
 from slipstream.front.scripted import ScriptedRouter, Stage, byte_tokenizer
-from slipstream.front.server import bind, running, serve
+from slipstream.front.server import running, serve
 from slipstream.front.service import TokenizerService
+from slipstream.listen import listen
 
 PROGRAM = """
 import asyncio, sys
 from slipstream.config import FrontConfig
 from slipstream.front.app import create_app
 from slipstream.front.scripted import ScriptedRouter, byte_tokenizer
-from slipstream.front.server import bind, serve
+from slipstream.front.server import serve
+from slipstream.listen import listen
 from slipstream.front.service import TokenizerService
 
 async def script(stage):
@@ -34,7 +36,7 @@ async def script(stage):
 
 async def main():
     config = FrontConfig(port=0)
-    sock = bind(config.host, 0)
+    sock = listen(config.host, 0)
     sock.listen()
     print(sock.getsockname()[1], flush=True)
     app = create_app(ScriptedRouter(script), TokenizerService(tokenizer=byte_tokenizer()), config)
@@ -92,7 +94,7 @@ async def test_while_it_drains_a_front_refuses_new_requests_and_finishes_the_old
     router = ScriptedRouter(script)
     config = FrontConfig(port=0)
     app = create_app(router, TokenizerService(tokenizer=byte_tokenizer()), config)
-    sock = bind(config.host, 0)
+    sock = listen(config.host, 0)
     sock.listen()
     stop = asyncio.Event()
     task = asyncio.create_task(serve(app, config, sock, drain_s=30, stop=stop))
@@ -133,15 +135,15 @@ def test_an_address_in_use_is_said_in_a_sentence() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: Address already in use.*--port"):
-            bind("127.0.0.1", port)
+        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use .*--port"):
+            listen("127.0.0.1", port)
     with pytest.raises(ConfigError, match="--host"):
-        bind("no such host", 0)
+        listen("no such host", 0)
 
 
 async def test_a_front_serves_on_ipv6_too() -> None:
     try:
-        bind("::1", 0).close()
+        listen("::1", 0).close()
     except ConfigError:
         pytest.skip("this machine has no IPv6")
     config = FrontConfig(host="::1", port=0)

@@ -11,12 +11,13 @@ from rich.console import Console
 
 from slipstream.config import EngineConfig, FrontConfig, LaunchConfig, RouterConfig, TransferConfig, WorkerConfig
 from slipstream.errors import ConfigError
-from slipstream.launch import banner, ports
+from slipstream.launch import banner
 from slipstream.launch.banner import Member, Route
 from slipstream.launch.commands import ClusterConfig, router_spec, threads_each, with_port, worker_specs
 from slipstream.launch.devices import Gpu, Machine
 from slipstream.launch.display import Display
 from slipstream.launch.spec import place
+from slipstream.listen import listen, url_of
 from slipstream.settings import ROUTER, WORKER, resolve
 
 SECRET = "s3cret"
@@ -111,13 +112,13 @@ def test_cpu_workers_share_the_cores(cores: int, workers: int, threads: int):
 
 
 def test_the_front_listens_where_it_was_told():
-    with ports.listen("127.0.0.1", 0) as sock:
+    with listen("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use"):
-            ports.listen("127.0.0.1", port)
-    assert ports.url_of("0.0.0.0", 8000) == "http://127.0.0.1:8000"
-    assert ports.url_of("::", 8000) == "http://[::1]:8000"
-    assert ports.url_of("10.0.0.7", 8000) == "http://10.0.0.7:8000"
+            listen("127.0.0.1", port)
+    assert url_of("0.0.0.0", 8000) == "http://127.0.0.1:8000"
+    assert url_of("::", 8000) == "http://[::1]:8000"
+    assert url_of("10.0.0.7", 8000) == "http://10.0.0.7:8000"
 
 
 MEMBERS = [

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -27,6 +26,7 @@ from slipstream.engine.metrics import WorkerMetrics
 from slipstream.engine.peers import Peers
 from slipstream.engine.timeline import Watcher
 from slipstream.errors import SlipstreamError, WorkerLost
+from slipstream.listen import listening_socket
 from slipstream.plain_http import call
 from slipstream.stream import Link
 from slipstream.transfer.rank import Rank
@@ -54,8 +54,10 @@ class WorkerServer:
     """
 
     def __init__(self, host: str, port: int, wire_port: int, heartbeat_s: float, metrics: WorkerMetrics) -> None:
-        self.http_socket = listen(host, port)
-        self.wire_socket = listen(host, wire_port)
+        self.http_socket = listening_socket(host, port)
+        self.wire_socket = listening_socket(host, wire_port)
+        self.wire_socket.setblocking(False)
+        self.http_socket.setblocking(False)
         self.metrics = metrics
         self.watcher: Watcher | None = None
         self.state = "loading"
@@ -401,17 +403,3 @@ async def register(router_url: str, worker_url: str, api_key: str = "") -> str:
         return str(msgspec.json.decode(answer)["router"])
     except (msgspec.MsgspecError, KeyError, TypeError) as error:
         raise ValueError("its answer does not name a router") from error
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening, non-blocking TCP socket on `host`:`port` (0 takes a free port). Raises OSError."""
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-        sock.listen(1024)
-    except OSError:
-        sock.close()
-        raise
-    sock.setblocking(False)
-    return sock

@@ -18,8 +18,8 @@ from collections.abc import AsyncIterator, Iterator
 import uvicorn
 
 from slipstream.config import FrontConfig
-from slipstream.errors import ConfigError
 from slipstream.front.app import FrontApp
+from slipstream.listen import listen, url_of
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ async def serve(
     the main thread. Runs on the caller's event loop; uvloop (`uvloop.run`) is the fast one. Raises ConfigError when the
     address cannot be bound.
     """
-    sock = sock or bind(config.host, config.port)
+    sock = sock or listen(config.host, config.port)
     server = _Server(
         uvicorn.Config(
             app,
@@ -80,34 +80,15 @@ async def serve(
         await running
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound TCP socket. Raises ConfigError, which says what is in the way."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind)
-    except OSError as error:
-        raise ConfigError(f"{host} is no address of this machine: {error}. Choose another --host") from error
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except OSError as error:
-        sock.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}. Choose another --port (0 takes a free one) or --host"
-        ) from error
-    return sock
-
-
 @contextlib.asynccontextmanager
 async def running(app: FrontApp, config: FrontConfig, *, drain_s: float = 0.0) -> AsyncIterator[str]:
     """The front on this event loop for the length of a block; gives its URL."""
-    sock = bind(config.host, config.port)
-    sock.listen(2048)
+    sock = listen(config.host, config.port)
     stop = asyncio.Event()
     task = asyncio.create_task(serve(app, config, sock, drain_s=drain_s, stop=stop))
     host, port = sock.getsockname()[:2]
     try:
-        yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        yield url_of(host, port)
     finally:
         stop.set()
         await task

@@ -18,7 +18,6 @@ from types import FrameType
 from urllib.parse import urlsplit
 
 from slipstream.errors import SetupError
-from slipstream.launch import ports
 from slipstream.launch.banner import Member, banner, pairs, why_no_route
 from slipstream.launch.commands import ROUTER_NAME, ClusterConfig, router_again, router_spec, with_port, worker_specs
 from slipstream.launch.devices import Machine
@@ -26,6 +25,7 @@ from slipstream.launch.display import Display
 from slipstream.launch.spec import Placement
 from slipstream.launch.supervise import Child, RestartPolicy, State, Supervisor
 from slipstream.launch.watch import Watcher
+from slipstream.listen import listen, url_of
 from slipstream.types import Role
 
 logger = logging.getLogger(__name__)
@@ -54,9 +54,9 @@ class Cluster:
         self._routes_awaited_since = 0.0
         self._routeless_since = 0.0
         self._live: dict[str, Member] = {}  # as they were last seen, by name
-        self._socket = ports.listen(config.front.host, config.front.port)
+        self._socket = listen(config.front.host, config.front.port)
         self.port: int = self._socket.getsockname()[1]
-        self.url = ports.url_of(config.front.host, self.port)
+        self.url = url_of(config.front.host, self.port)
         self._display = Display(
             [ROUTER_NAME, *(placement.name for placement in placements)],
             config.front.log_format,

@@ -15,8 +15,8 @@ from slipstream.errors import SetupError
 from slipstream.front.app import create_app
 from slipstream.front.server import serve
 from slipstream.front.service import TokenizerService
-from slipstream.launch import ports
 from slipstream.launch.limits import raise_open_files
+from slipstream.listen import listen, url_of
 from slipstream.router import Router
 from slipstream.telemetry.trace import open_tracing
 
@@ -39,9 +39,9 @@ def run_router(
     `accept_after_s` connections are left waiting in the socket until a request can be served, for that long at most.
     """
     raise_open_files()
-    sock = ports.listen(front.host, front.port) if listen_fd is None else socket.socket(fileno=listen_fd)
+    sock = listen(front.host, front.port) if listen_fd is None else socket.socket(fileno=listen_fd)
     sock.setblocking(False)
-    logger.info("router listens at %s", ports.url_of(front.host, sock.getsockname()[1]))
+    logger.info("router listens at %s", url_of(front.host, sock.getsockname()[1]))
     service = TokenizerService(tokenizer=tokenizer)
     with asyncio.Runner(loop_factory=_new_loop) as runner:
         runner.run(_run(router, front, observe, sock, service, drain_s, accept_after_s))

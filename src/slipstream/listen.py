@@ -1,4 +1,4 @@
-"""The listening socket of the front, bound by the process that outlives the router."""
+"""Listening sockets: those of the front, of its supervisor, which outlives it, and of workers."""
 
 from __future__ import annotations
 
@@ -10,23 +10,33 @@ from slipstream.errors import ConfigError
 BACKLOG = 2048
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket on `host`:`port` (0 takes a free port). Raises ConfigError that names the remedy."""
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A listening TCP socket on `host`:`port` (0 takes a free port). Raises OSError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except (socket.gaierror, UnicodeError) as error:
-        raise ConfigError(f"--host {host}: this is no address of this machine ({error}).") from error
+    except UnicodeError as error:
+        raise socket.gaierror(socket.EAI_NONAME, str(error)) from error
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
         sock.listen(BACKLOG)
-    except OSError as error:
+    except OSError:
         sock.close()
-        raise ConfigError(_reason(host, port, error)) from error
+        raise
     return sock
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """The same for a server that a person starts: raises ConfigError that names the remedy."""
+    try:
+        return listening_socket(host, port)
+    except socket.gaierror as error:
+        raise ConfigError(f"--host {host}: this is no address of this machine ({error}).") from error
+    except OSError as error:
+        raise ConfigError(_reason(host, port, error)) from error
 
 
 def _reason(host: str, port: int, error: OSError) -> str:
