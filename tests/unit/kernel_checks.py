@@ -52,13 +52,19 @@ def random_model(shape: ModelConfig, device: torch.device, dtype: torch.dtype) -
 class Twins:
     """Kernels and twins, each over a pool of its own with the same contents."""
 
-    def __init__(self, model: Llama, *, page_tokens: int = 16, pages: int = 64, pdl: bool = False) -> None:
+    def __init__(
+        self, model: Llama, *, page_tokens: int = 16, pages: int = 64, pdl: bool = False, fp8: bool = False
+    ) -> None:
         self.model = model
-        layout = model.config.layout(page_tokens, str(model.dtype).removeprefix("torch."))
+        layout = model.config.layout(page_tokens, "fp8" if fp8 else str(model.dtype).removeprefix("torch."))
         generator = torch.Generator().manual_seed(1)
-        numbers = pages * layout.page_bytes // model.dtype.itemsize
-        values = torch.randn(numbers, generator=generator).to(model.device, model.dtype)
-        self.pools = [PagedPool(values.clone().view(torch.uint8), layout, model.dtype) for _ in range(2)]
+        rows = pages * layout.kv_heads * layout.layers * 2 * page_tokens
+        values = torch.randn(rows, layout.head_dim, generator=generator).to(model.device, model.dtype)
+        self.pools = []
+        for _ in range(2):
+            memory = torch.zeros(pages * layout.page_bytes, dtype=torch.uint8, device=model.device)
+            self.pools.append(PagedPool(memory, layout, model.dtype))
+            self.pools[-1].write(torch.arange(rows, device=model.device), values)
         self.kernels = TritonOps(model.config, self.pools[0], model.rotary, 64, pdl=pdl)
         self.twins = TorchOps(self.pools[1], model.rotary)
 
@@ -66,8 +72,8 @@ class Twins:
         values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
         return values.to(self.model.device, self.model.dtype)
 
-    def compare(self, found: Tensor, wanted: Tensor) -> None:
-        limit = TOLERANCE[self.model.dtype]
+    def compare(self, found: Tensor, wanted: Tensor, limit: float | None = None) -> None:
+        limit = TOLERANCE[self.model.dtype] if limit is None else limit
         found, wanted = found.float(), wanted.float()
         assert found.isfinite().all()
         error = (found - wanted).abs().max() / wanted.abs().max()
@@ -116,8 +122,10 @@ def check_products(device: torch.device, dtype: torch.dtype) -> None:
                 both.compare(found, wanted)
 
 
-def check_decode(device: torch.device, dtype: torch.dtype, *, sequences: int = 5, **changes: object) -> None:
-    both = Twins(random_model(config(**changes), device, dtype))
+def check_decode(
+    device: torch.device, dtype: torch.dtype, *, sequences: int = 5, fp8: bool = False, **changes: object
+) -> None:
+    both = Twins(random_model(config(**changes), device, dtype), fp8=fp8)
     lengths = [1, 17, 64, 65, 190][:sequences]
     tables = shuffled_tables(sequences, 12, 64)
     plan = make_plan([(row, [3], length - 1, tables[row]) for row, length in enumerate(lengths)])
@@ -134,8 +142,11 @@ def _attend(both: Twins, step: object, tokens: int, name: str) -> None:
         getattr(ops, name)(layer, qkv.clone(), qkv.new_full((tokens, shape.heads * shape.head_dim), 1e4), step)
         for ops in (both.kernels, both.twins)
     ]
-    both.compare(*out)
-    both.compare(both.pools[0].values, both.pools[1].values)
+    # With codes of three bits a number that is rounded the other way differs by an eighth of itself.
+    quantized = both.pools[0].quantized
+    both.compare(*out, limit=1e-2 if quantized and both.model.dtype != torch.bfloat16 else None)
+    for index in range(shape.layers):
+        both.compare(both.pools[0].layer(index), both.pools[1].layer(index), limit=0.13 if quantized else None)
 
 
 def check_decode_split(device: torch.device, dtype: torch.dtype) -> None:
@@ -151,9 +162,9 @@ def check_decode_normed(device: torch.device, dtype: torch.dtype) -> None:
     check_decode(device, dtype, qk_norm=True, heads=8, kv_heads=1, head_dim=64)
 
 
-def check_prefill(device: torch.device, dtype: torch.dtype) -> None:
+def check_prefill(device: torch.device, dtype: torch.dtype, *, fp8: bool = False) -> None:
     for changes in ({}, {"qk_norm": True, "heads": 4, "kv_heads": 4, "head_dim": 64}):
-        both = Twins(random_model(config(**changes), device, dtype))
+        both = Twins(random_model(config(**changes), device, dtype), fp8=fp8)
         tables = shuffled_tables(4, 12, 64)
         parts = [(0, [5] * 33, 0, tables[0]), (1, [5] * 70, 100, tables[1]), (2, [5], 15, tables[2])]
         step = MixedInputs(16, device).fill(make_plan([*parts, (3, [5] * 16, 16, tables[3])]))
@@ -162,14 +173,24 @@ def check_prefill(device: torch.device, dtype: torch.dtype) -> None:
         _attend(both, step, 33 + 70 + 1 + 16, "prefill_attention")
 
 
-def check_prefill_gathered(device: torch.device, dtype: torch.dtype) -> None:
+def check_prefill_gathered(device: torch.device, dtype: torch.dtype, *, fp8: bool = False) -> None:
     for changes in ({"head_dim": 64}, {"head_dim": 64, "qk_norm": True, "heads": 4, "kv_heads": 4}):
-        both = Twins(random_model(config(**changes), device, dtype))
+        both = Twins(random_model(config(**changes), device, dtype), fp8=fp8)
         tables = shuffled_tables(4, 14, 64)
         parts = [(0, [5] * 33, 0, tables[0]), (1, [5] * 70, 100, tables[1]), (2, [5], 15, tables[2])]
         step = MixedInputs(16, device).fill(make_plan([*parts, (3, [5] * 150, 16, tables[3])]))
         both.kernels._gathers = True
         _attend(both, step, 33 + 70 + 1 + 150, "prefill_attention")
+
+
+def check_fp8(device: torch.device, dtype: torch.dtype) -> None:
+    check_decode(device, dtype, fp8=True)
+    check_decode(device, dtype, fp8=True, qk_norm=True, heads=4, kv_heads=4, head_dim=64)
+    check_prefill(device, dtype, fp8=True)
+
+
+def check_fp8_gathered(device: torch.device, dtype: torch.dtype) -> None:
+    check_prefill_gathered(device, dtype, fp8=True)
 
 
 CHECKS: dict[str, Callable[[torch.device, torch.dtype], None]] = {
@@ -180,4 +201,6 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], None]] = {
     "decode_normed": check_decode_normed,
     "prefill": check_prefill,
     "prefill_gathered": check_prefill_gathered,
+    "fp8": check_fp8,
+    "fp8_gathered": check_fp8_gathered,
 }

@@ -22,7 +22,18 @@ print("equal")
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize(
-    "check", ["small", "products", "decode", "decode_split", "decode_normed", "prefill", "prefill_gathered"]
+    "check",
+    [
+        "small",
+        "products",
+        "decode",
+        "decode_split",
+        "decode_normed",
+        "prefill",
+        "prefill_gathered",
+        "fp8",
+        "fp8_gathered",
+    ],
 )
 def test_a_kernel_computes_what_its_twin_does(check: str, dtype: str):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -49,6 +60,7 @@ def _ptx(name: str, pointers: int, scalars: dict[str, str], constants: dict[str,
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
 
+PAGES = {"PAGE": 16, "SPAN": 16 * 128, "FP8": False}
 NORMED = {"NORM": True, "BIAS": False, "ADD": False, "GATED": True}
 
 
@@ -63,7 +75,7 @@ def test_a_product_of_one_row_fetches_weights_before_it_waits():
 def test_attention_of_prompts_uses_the_tensor_cores_of_hopper():
     scalars = {"query_start": "*i32", "lengths": "*i32", "tables": "*i32", "width": "i32", "scale": "fp32"}
     scalars |= {"page_stride": "i64", "head_stride": "i64"}
-    shape = {"HEADS": 12, "GROUP": 6, "DIM": 128, "PAGE": 16, "ROWS": 128, "TILE": 64, "PRECISION": "tf32"}
+    shape = {"HEADS": 12, "GROUP": 6, "DIM": 128, **PAGES, "ROWS": 128, "TILE": 64, "PRECISION": "tf32"}
     assert "wgmma" in _ptx("prefill_attention", 3, scalars, shape, 8)
 
 
@@ -71,7 +83,7 @@ def test_attention_of_decoding_compiles_for_hopper():
     scalars = {"partial": "*fp32", "weights": "*fp32", "arrived": "*i32", "lengths": "*i32", "tables": "*i32"}
     scalars |= {"width_at": "*i32", "scale": "fp32", "eps": "fp32", "splits": "i32"}
     scalars |= {"page_stride": "i64", "head_stride": "i64"}
-    shape = {"HEADS": 12, "GROUP": 6, "ROWS": 16, "HALF": 64, "PAGE": 16, "TILE": 64, "SPLIT": True, "PLACES": 8}
+    shape = {"HEADS": 12, "GROUP": 6, "ROWS": 16, "HALF": 64, **PAGES, "TILE": 64, "SPLIT": True, "PLACES": 8}
     shape |= {"MEMBERS": 8, "QK_NORM": False}
     ptx = _ptx("decode_attention", 10, scalars, {**shape, "PRECISION": "tf32", "PDL": True}, 4)
     assert "mma" in ptx

@@ -3,6 +3,9 @@
 A page is one contiguous block: head, layer, K/V, token, dim. One layer of the pool is a strided view
 [pages, heads, 2, tokens, dim] with unit last stride, and what two ranks with different head ranges share of a page is
 one contiguous run of heads.
+
+Keys and values of dtype `fp8` are e4m3 numbers of one byte; the [tokens, dim] of a block are followed by [tokens]
+scales, bfloat16 powers of two: what a number is worth is its code times its token's scale (see `run.quantize`).
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from typing import NamedTuple
 
 import msgspec
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+SCALE_BYTES = {"fp8": 2}  # behind the numbers of a block, for each of its tokens
 
 
 class HeadRange(NamedTuple):
@@ -54,9 +58,14 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""  # what else decides a page's content: name and digest of the weights' config
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of the keys, or the values, of one head and layer of one page."""
+        return self.page_tokens * (self.head_dim * ITEM_BYTES[self.dtype] + SCALE_BYTES.get(self.dtype, 0))
+
+    @property
     def head_bytes(self) -> int:
         """Bytes of one head of one page."""
-        return self.layers * 2 * self.page_tokens * self.head_dim * ITEM_BYTES[self.dtype]
+        return self.layers * 2 * self.block_bytes
 
     @property
     def page_bytes(self) -> int:

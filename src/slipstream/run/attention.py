@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.engine.plan import StepPlan
-from slipstream.kv.layout import KVLayout
+from slipstream.kv.layout import SCALE_BYTES, KVLayout
+from slipstream.run.quantize import CODE, SCALE, dequantize, quantize
 
 GROUP_SLACK_TOKENS = 64  # decoding sequences that differ by less are padded to one length
 GROUP_SLACK_SHARE = 0.125  # or by less than this share of the longest
@@ -28,30 +29,60 @@ GROUP_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}  # gathered at once at most, a l
 
 
 class PagedPool:
-    """A KV pool as attention sees it.
+    """A KV pool as attention sees it, in numbers of `dtype`.
 
-    `memory` is the pool's pages as bytes on any device; `blocks` views it as [blocks, tokens * dim], one block a
-    (page, head, layer, key or value), and `rows` as [rows, dim], one row a token of a block.
+    `memory` is the pool's pages as bytes on any device, `values` views them as numbers (as bytes when the pool holds
+    fp8 codes with scales). A block is (page, head, layer, key or value); a row is a token of a block.
     """
 
     def __init__(self, memory: Tensor, layout: KVLayout, dtype: torch.dtype) -> None:
         pages = memory.numel() // layout.page_bytes
         self.layout, self.pages = layout, pages
-        self.values = memory[: pages * layout.page_bytes].view(dtype)
-        self.rows = self.values.view(-1, layout.head_dim)
-        self.blocks = self.values.view(-1, layout.page_tokens * layout.head_dim)
         self.device, self.dtype = memory.device, dtype
-        self._gathered = torch.empty(0, self.blocks.shape[1], dtype=dtype, device=memory.device)
+        self.quantized = layout.dtype in SCALE_BYTES
+        self.values = memory[: pages * layout.page_bytes].view(torch.uint8 if self.quantized else dtype)
+        self.blocks = self.values.view(-1, layout.block_bytes // self.values.itemsize)
+        self._gathered = torch.empty(0, self.blocks.shape[1], dtype=self.values.dtype, device=memory.device)
+        if self.quantized:
+            self._codes, self._scales = self._parts(self.blocks)
+        else:
+            self._rows = self.values.view(-1, layout.head_dim)
+
+    def _parts(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of blocks [n, bytes]: codes [n, tokens, dim] as bytes, scales [n, tokens]."""
+        tokens, dim = self.layout.page_tokens, self.layout.head_dim
+        codes, scales = blocks.split([tokens * dim, tokens * SCALE.itemsize], 1)
+        return codes.unflatten(1, (tokens, dim)), scales.view(SCALE)
+
+    def write(self, rows: Tensor, numbers: Tensor) -> Tensor:
+        """Stores numbers [n, dim] in rows [n]; returns what a reader will find there."""
+        if not self.quantized:
+            self._rows.index_copy_(0, rows, numbers)
+            return numbers
+        codes, scales = quantize(numbers)
+        at = rows // self.layout.page_tokens, rows % self.layout.page_tokens
+        self._codes[at] = codes.view(torch.uint8)
+        self._scales[at] = scales
+        return dequantize(codes, scales, numbers.dtype)
 
     def gather(self, blocks: Tensor) -> Tensor:
-        """The blocks as rows of one tensor, valid until the next call: fresh memory would cost more than the copy."""
+        """The blocks as rows of one tensor [n, tokens * dim], valid until the next call: fresh memory would cost more
+        than the copy."""
         if len(self._gathered) < len(blocks):
             self._gathered = self.blocks.new_empty(len(blocks) + len(blocks) // 4, self.blocks.shape[1])
-        return torch.index_select(self.blocks, 0, blocks, out=self._gathered[: len(blocks)])
+        found = torch.index_select(self.blocks, 0, blocks, out=self._gathered[: len(blocks)])
+        return self._read(found).flatten(1) if self.quantized else found
+
+    def _read(self, blocks: Tensor) -> Tensor:
+        codes, scales = self._parts(blocks)
+        return dequantize(codes.view(CODE), scales, self.dtype)
 
     def layer(self, layer: int) -> Tensor:
-        """[pages, heads, 2, tokens, dim] of one layer: a strided view."""
-        return self.values.view(self.pages, *self.layout.page_shape)[:, :, layer]
+        """[pages, heads, 2, tokens, dim] of one layer: a strided view, or a copy of what fp8 codes stand for."""
+        shape = (self.pages, *self.layout.page_shape)
+        if not self.quantized:
+            return self.values.view(shape)[:, :, layer]
+        return self._read(self.blocks).view(shape)[:, :, layer]
 
     def key_blocks(self, pages: NDArray[np.int64]) -> NDArray[np.int64]:
         """Index in `blocks` of layer 0's keys of pages [...], as [..., heads]. Values follow at +1, layers at +2."""
@@ -154,8 +185,8 @@ class StepAttention:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         dim = self.pool.layout.head_dim
-        self.pool.rows.index_copy_(0, self._key_rows[layer], key.reshape(-1, dim))
-        self.pool.rows.index_copy_(0, self._value_rows[layer], value.reshape(-1, dim))
+        key = self.pool.write(self._key_rows[layer], key.reshape(-1, dim)).view(key.shape)
+        value = self.pool.write(self._value_rows[layer], value.reshape(-1, dim)).view(value.shape)
         if self._decodes_all:
             return self._decode(layer, query, self._groups[0])
         out = query.new_empty(query.shape[0], query.shape[1] * dim)

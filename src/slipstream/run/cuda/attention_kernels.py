@@ -6,11 +6,13 @@ together. While sequences are too few to fill the chip the earlier tokens are di
 last of them to be done merges the shares of all. Each program reads on the device how long its sequence is, so that a
 captured CUDA graph stays right when lengths and block tables change.
 
-Prompts: `rotate_and_write` rotates queries and keys in place and writes keys and values into their pages, then
+Prompts: `rotate_and_write` rotates queries in place and writes rotated keys and values into their pages, then
 `prefill_attention` lets each token see its sequence up to itself, earlier chunks included, all through the block table.
 
 The pool of one layer is given by the address of its first key, the strides of a page and a head in elements, and PAGE
-tokens of 2 * HALF numbers each; values lie PAGE tokens behind their keys. The twins in plain torch are in `twins`.
+tokens of 2 * HALF numbers each; values lie SPAN elements behind their keys. FP8: the elements are e4m3 codes, with a
+bfloat16 scale for each token behind the codes of its page (`kv.layout`, `run.quantize`). The twins in plain torch are
+in `twins`.
 """
 
 from __future__ import annotations
@@ -21,23 +23,81 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # pyrigh
 
 
 @triton.jit
-def _fetch(heads_at, table, token, known, page_stride, HALF: tl.constexpr, PAGE: tl.constexpr):
-    # Both halves of the keys, and the values, of a tile of tokens of one KV head.
-    half = tl.arange(0, HALF)
-    dim = tl.arange(0, 2 * HALF)
-    page = tl.load(table + token // PAGE, mask=known, other=0).to(tl.int64)
-    keys = (heads_at + page * page_stride + (token % PAGE) * (2 * HALF))[:, None]
-    low = tl.load(keys + half[None, :], mask=known[:, None], other=0.0)
-    high = tl.load(keys + HALF + half[None, :], mask=known[:, None], other=0.0)
-    values = tl.load(keys + PAGE * 2 * HALF + dim[None, :], mask=known[:, None], other=0.0)
-    return low, high, values
+def _scale(block, slot, known, TOKENS: tl.constexpr):
+    # Scales of tokens of blocks of codes of TOKENS in all.
+    return tl.load((block + TOKENS).to(tl.pointer_type(tl.bfloat16)) + slot, mask=known, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _fold(query_low, query_high, low, high, values, known, top, total, sums, scale, PRECISION: tl.constexpr):
+def _power(largest):
+    # The scale of a token with this largest number: as `run.quantize`.
+    bits = tl.maximum(largest, 7.888609052210118e-31).to(tl.int32, bitcast=True) & 0x7F800000
+    return bits.to(tl.float32, bitcast=True) * 0.0078125
+
+
+@triton.jit
+def _code(values, power, CODE: tl.constexpr):
+    # values / power as e4m3. Rounded to nearest, ties to even, before they are converted, which is exact then: also
+    # under Triton's interpreter, whose own rounding to 8 bits is not.
+    ratio = values.to(tl.float32) / power
+    bits = ratio.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+    tiny = (ratio + 24576.0) - 24576.0  # multiples of 2^-9, the least e4m3 knows
+    return tl.where(tl.abs(ratio) < 0.015625, tiny, bits.to(tl.float32, bitcast=True)).to(CODE)
+
+
+@triton.jit
+def _fetch(
+    heads_at,
+    table,
+    token,
+    known,
+    page_stride,
+    HALF: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPAN: tl.constexpr,
+    FP8: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    # Both halves of the keys, and the values, of a tile of tokens of one KV head, in KIND; keys are to be scaled.
+    half = tl.arange(0, HALF)
+    dim = tl.arange(0, 2 * HALF)
+    page = tl.load(table + token // PAGE, mask=known, other=0).to(tl.int64)
+    block = heads_at + page * page_stride
+    keys = (block + (token % PAGE) * (2 * HALF))[:, None]
+    low = tl.load(keys + half[None, :], mask=known[:, None], other=0.0)
+    high = tl.load(keys + HALF + half[None, :], mask=known[:, None], other=0.0)
+    values = tl.load(keys + SPAN + dim[None, :], mask=known[:, None], other=0.0)
+    if FP8:
+        key_scale = _scale(block, token % PAGE, known, PAGE * 2 * HALF)
+        value_scale = _scale(block + SPAN, token % PAGE, known, PAGE * 2 * HALF)
+        values = values.to(KIND) * value_scale.to(KIND)[:, None]
+        return low.to(KIND), high.to(KIND), values, key_scale
+    else:
+        return low, high, values, known.to(tl.float32)
+
+
+@triton.jit
+def _fold(
+    query_low,
+    query_high,
+    low,
+    high,
+    values,
+    key_scale,
+    known,
+    top,
+    total,
+    sums,
+    scale,
+    FP8: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     # The running softmax, a tile further: largest score, sum of shares, and sum of values by share.
     scores = tl.dot(query_low, tl.trans(low), input_precision=PRECISION)
     scores = tl.dot(query_high, tl.trans(high), scores, input_precision=PRECISION) * scale
+    if FP8:
+        scores = scores * key_scale[None, :]
     scores = tl.where(known[None, :], scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, 1))
     share = tl.exp2(scores - higher[:, None])
@@ -71,6 +131,8 @@ def decode_attention(
     ROWS: tl.constexpr,
     HALF: tl.constexpr,
     PAGE: tl.constexpr,
+    SPAN: tl.constexpr,
+    FP8: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     PLACES: tl.constexpr,
@@ -109,7 +171,9 @@ def decode_attention(
     first_token = first * TILE + tl.arange(0, TILE)
     first_known = (first_token < position) & (first < last)
     if SPLIT:
-        first_low, first_high, first_values = _fetch(heads_at, table, first_token, first_known, page_stride, HALF, PAGE)
+        first_low, first_high, first_values, first_scale = _fetch(
+            heads_at, table, first_token, first_known, page_stride, HALF, PAGE, SPAN, FP8, qkv.dtype.element_ty
+        )
     if PDL:
         gdc_wait()
     if (split > 0) & (first >= tiles):
@@ -136,15 +200,36 @@ def decode_attention(
     query_high = (high * cosine[None, :] + low * sine[None, :]).to(kind)
     new_low = (key_low * cosine - key_high * sine).to(kind)
     new_high = (key_high * cosine + key_low * sine).to(kind)
+    key_power = 1.0
+    value_power = 1.0
+    key_code_low = new_low
+    key_code_high = new_high
+    code = value
+    if FP8:
+        largest = tl.maximum(tl.max(tl.abs(new_low.to(tl.float32)), 0), tl.max(tl.abs(new_high.to(tl.float32)), 0))
+        key_power = _power(largest)
+        value_power = _power(tl.max(tl.abs(value.to(tl.float32)), 0))
+        key_code_low = _code(new_low, key_power, pool.dtype.element_ty)
+        key_code_high = _code(new_high, key_power, pool.dtype.element_ty)
+        code = _code(value, value_power, pool.dtype.element_ty)
+        new_low = (key_code_low.to(tl.float32) * key_power).to(kind)
+        new_high = (key_code_high.to(tl.float32) * key_power).to(kind)
+        value = (code.to(tl.float32) * value_power).to(kind)
 
     top = tl.sum(query_low.to(tl.float32) * new_low.to(tl.float32)[None, :], 1)
     top = (top + tl.sum(query_high.to(tl.float32) * new_high.to(tl.float32)[None, :], 1)) * scale
     if split == 0:  # the new token is its business alone
         page = tl.load(table + position // PAGE).to(tl.int64)
-        write = heads_at + page * page_stride + (position % PAGE) * DIM
-        tl.store(write + half, new_low)
-        tl.store(write + HALF + half, new_high)
-        tl.store(write + PAGE * DIM + dim, value)
+        block = heads_at + page * page_stride
+        write = block + (position % PAGE) * DIM
+        tl.store(write + half, key_code_low)
+        tl.store(write + HALF + half, key_code_high)
+        tl.store(write + SPAN + dim, code)
+        if FP8:
+            scales = (block + PAGE * DIM).to(tl.pointer_type(tl.bfloat16)) + position % PAGE
+            tl.store(scales, key_power)
+            scales = (block + SPAN + PAGE * DIM).to(tl.pointer_type(tl.bfloat16)) + position % PAGE
+            tl.store(scales, value_power)
     own = split == 0
     top = tl.where(own, top, float("-inf"))
     total = tl.where(own, 1.0, 0.0) + tl.zeros([ROWS], tl.float32)
@@ -156,20 +241,36 @@ def decode_attention(
             first_low,  # pyright: ignore[reportPossiblyUnboundVariable]
             first_high,  # pyright: ignore[reportPossiblyUnboundVariable]
             first_values,  # pyright: ignore[reportPossiblyUnboundVariable]
+            first_scale,  # pyright: ignore[reportPossiblyUnboundVariable]
             first_known,
             top,
             total,
             sums,
             scale,
+            FP8,
             PRECISION,
         )
         first += 1
     for tile in range(first, last):
         token = tile * TILE + tl.arange(0, TILE)
         known = token < position
-        low_keys, high_keys, values = _fetch(heads_at, table, token, known, page_stride, HALF, PAGE)
+        low_keys, high_keys, values, key_scale = _fetch(
+            heads_at, table, token, known, page_stride, HALF, PAGE, SPAN, FP8, qkv.dtype.element_ty
+        )
         top, total, sums = _fold(
-            query_low, query_high, low_keys, high_keys, values, known, top, total, sums, scale, PRECISION
+            query_low,
+            query_high,
+            low_keys,
+            high_keys,
+            values,
+            key_scale,
+            known,
+            top,
+            total,
+            sums,
+            scale,
+            FP8,
+            PRECISION,
         )
     sums = sums / total[:, None]
     if not SPLIT:
@@ -246,6 +347,8 @@ def rotate_and_write(
     KV_PLACES: tl.constexpr,
     HALF: tl.constexpr,
     PAGE: tl.constexpr,
+    SPAN: tl.constexpr,
+    FP8: tl.constexpr,
     QK_NORM: tl.constexpr,
 ):
     # One program a token; qkv [tokens, (HEADS + 2 * KV_HEADS) * DIM]. Query heads, then KV heads.
@@ -282,16 +385,30 @@ def rotate_and_write(
         high = (high * power * tl.load(key_gain + HALF + half).to(tl.float32)[None, :]).to(kind).to(tl.float32)
     new_low = (low * cosine - high * sine).to(kind)
     new_high = (high * cosine + low * sine).to(kind)
-    value_low = tl.load(at + KV_HEADS * DIM, mask=live)
-    value_high = tl.load(at + KV_HEADS * DIM + HALF, mask=live)
-    tl.store(at, new_low, mask=live)
-    tl.store(at + HALF, new_high, mask=live)
-    write = pool + page * page_stride + head[:, None].to(tl.int64) * head_stride + (position % PAGE) * DIM
-    write = write + half[None, :]
+    value_low = tl.load(at + KV_HEADS * DIM, mask=live, other=0.0)
+    value_high = tl.load(at + KV_HEADS * DIM + HALF, mask=live, other=0.0)
+    block = pool + page * page_stride + head[:, None].to(tl.int64) * head_stride
+    if FP8:
+        key_power = _power(_largest(new_low, new_high))
+        value_power = _power(_largest(value_low, value_high))
+        new_low = _code(new_low, key_power[:, None], pool.dtype.element_ty)
+        new_high = _code(new_high, key_power[:, None], pool.dtype.element_ty)
+        value_low = _code(value_low, value_power[:, None], pool.dtype.element_ty)
+        value_high = _code(value_high, value_power[:, None], pool.dtype.element_ty)
+        scales = (block + PAGE * DIM).to(tl.pointer_type(tl.bfloat16)) + position % PAGE
+        tl.store(scales, key_power.to(tl.bfloat16)[:, None], mask=live)
+        scales = (block + SPAN + PAGE * DIM).to(tl.pointer_type(tl.bfloat16)) + position % PAGE
+        tl.store(scales, value_power.to(tl.bfloat16)[:, None], mask=live)
+    write = block + (position % PAGE) * DIM + half[None, :]
     tl.store(write, new_low, mask=live)
     tl.store(write + HALF, new_high, mask=live)
-    tl.store(write + PAGE * DIM, value_low, mask=live)
-    tl.store(write + PAGE * DIM + HALF, value_high, mask=live)
+    tl.store(write + SPAN, value_low, mask=live)
+    tl.store(write + SPAN + HALF, value_high, mask=live)
+
+
+@triton.jit
+def _largest(low, high):
+    return tl.maximum(tl.max(tl.abs(low.to(tl.float32)), 1), tl.max(tl.abs(high.to(tl.float32)), 1))
 
 
 @triton.jit(do_not_specialize=["width", "scale"])
@@ -310,6 +427,8 @@ def prefill_attention(
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
+    SPAN: tl.constexpr,
+    FP8: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -342,31 +461,42 @@ def prefill_attention(
     for tile in range(0, whole):
         token = tile * TILE + tl.arange(0, TILE)
         page = tl.load(table + token // PAGE).to(tl.int64)
-        keys = heads_at + page * page_stride + (token % PAGE) * DIM
+        known = token < length
+        block = heads_at + page * page_stride
+        keys = block + (token % PAGE) * DIM
         k = tl.load(keys[:, None] + dim[None, :])
-        scores = tl.dot(query, tl.trans(k), input_precision=PRECISION)
+        scores = tl.dot(query, tl.trans(k.to(kind)), input_precision=PRECISION)
+        if FP8:
+            scores = scores * _scale(block, token % PAGE, known, PAGE * DIM)[None, :]
         higher = tl.maximum(top, tl.max(scores, 1) * scale)
         share = tl.exp2(scores * scale - higher[:, None])
         fade = tl.exp2(top - higher)
         total = total * fade + tl.sum(share, 1)
         sums = sums * fade[:, None]
-        v = tl.load(keys[:, None] + PAGE * DIM + dim[None, :])
+        v = tl.load(keys[:, None] + SPAN + dim[None, :]).to(kind)
+        if FP8:
+            v = v * _scale(block + SPAN, token % PAGE, known, PAGE * DIM).to(kind)[:, None]
         sums = tl.dot(share.to(kind), v, sums, input_precision=PRECISION)
         top = higher
     for tile in range(whole, end):
         token = tile * TILE + tl.arange(0, TILE)
         known = token < length
         page = tl.load(table + token // PAGE, mask=known, other=0).to(tl.int64)
-        keys = heads_at + page * page_stride + (token % PAGE) * DIM
+        block = heads_at + page * page_stride
+        keys = block + (token % PAGE) * DIM
         k = tl.load(keys[:, None] + dim[None, :], mask=known[:, None], other=0.0)
-        scores = tl.dot(query, tl.trans(k), input_precision=PRECISION) * scale
+        scores = tl.dot(query, tl.trans(k.to(kind)), input_precision=PRECISION) * scale
+        if FP8:
+            scores = scores * _scale(block, token % PAGE, known, PAGE * DIM)[None, :]
         scores = tl.where(token[None, :] <= earlier + row[:, None], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         share = tl.exp2(scores - higher[:, None])
         fade = tl.exp2(top - higher)
         total = total * fade + tl.sum(share, 1)
         sums = sums * fade[:, None]
-        v = tl.load(keys[:, None] + PAGE * DIM + dim[None, :], mask=known[:, None], other=0.0)
+        v = tl.load(keys[:, None] + SPAN + dim[None, :], mask=known[:, None], other=0.0).to(kind)
+        if FP8:
+            v = v * _scale(block + SPAN, token % PAGE, known, PAGE * DIM).to(kind)[:, None]
         sums = tl.dot(share.to(kind), v, sums, input_precision=PRECISION)
         top = higher
     sums = sums / total[:, None]
@@ -387,6 +517,8 @@ def gather_pages(
     head_stride,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
+    SPAN: tl.constexpr,
+    FP8: tl.constexpr,
     TILE: tl.constexpr,
 ):
     # keys and values [KV heads, total, DIM]: sequence s from row starts[s] on, zeros behind it up to a whole TILE.
@@ -400,12 +532,18 @@ def gather_pages(
     dim = tl.arange(0, DIM)
     known = token < length
     page = tl.load(tables + sequence.to(tl.int64) * width + token // PAGE, mask=known, other=0).to(tl.int64)
-    at = pool + kv_head.to(tl.int64) * head_stride + page * page_stride + (token % PAGE) * DIM
-    at = at[:, None] + dim[None, :]
+    block = pool + kv_head.to(tl.int64) * head_stride + page * page_stride
+    at = (block + (token % PAGE) * DIM)[:, None] + dim[None, :]
+    kind = keys.dtype.element_ty
+    k = tl.load(at, mask=known[:, None], other=0.0).to(kind)
+    v = tl.load(at + SPAN, mask=known[:, None], other=0.0).to(kind)
+    if FP8:
+        k = k * _scale(block, token % PAGE, known, PAGE * DIM).to(kind)[:, None]
+        v = v * _scale(block + SPAN, token % PAGE, known, PAGE * DIM).to(kind)[:, None]
     row = kv_head.to(tl.int64) * total + tl.load(starts + sequence) + token
     into = row[:, None] * DIM + dim[None, :]
-    tl.store(keys + into, tl.load(at, mask=known[:, None], other=0.0))
-    tl.store(values + into, tl.load(at + PAGE * DIM, mask=known[:, None], other=0.0))
+    tl.store(keys + into, k)
+    tl.store(values + into, v)
 
 
 @triton.jit(do_not_specialize=["total", "scale"])

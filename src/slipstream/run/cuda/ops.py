@@ -18,6 +18,7 @@ from slipstream.model.llama import DecoderLayer
 from slipstream.run.attention import PagedPool
 from slipstream.run.cuda import hopper
 from slipstream.run.cuda.inputs import ROW_BLOCK, DecodeColumns, MixedColumns
+from slipstream.run.quantize import CODE
 
 LOG2E = math.log2(math.e)
 DECODE_PROGRAMS = 512  # measured on an H200: more splits than fill the chip so far cost more than they hide
@@ -102,9 +103,12 @@ class TritonOps:
         self._laid: tuple[tuple[int, int], tuple[Tensor, Tensor], tuple[Any, ...]] | None = None
         self._precision = "ieee" if pool.dtype == torch.float32 else "tf32"
         layout, device = pool.layout, pool.device
-        self._head_stride = layout.layers * 2 * layout.page_tokens * layout.head_dim
+        self._numbers = pool.values.view(CODE) if pool.quantized else pool.values
+        span = layout.block_bytes // self._numbers.itemsize
+        self._layer_stride = 2 * span
+        self._head_stride = layout.layers * self._layer_stride
         self._page_stride = layout.kv_heads * self._head_stride
-        self._layer_stride = 2 * layout.page_tokens * layout.head_dim
+        self._pages = {"PAGE": layout.page_tokens, "SPAN": span, "FP8": pool.quantized}
         self._scale = LOG2E / math.sqrt(layout.head_dim)
         self._group = config.heads // config.kv_heads
         room = max(size * config.heads * decode_shape(size * layout.kv_heads)[0] for size in range(1, rows + 1))
@@ -200,7 +204,7 @@ class TritonOps:
         return layer.query_norm.weight, layer.key_norm.weight, layer.query_norm.eps, True
 
     def _keys(self, layer: DecoderLayer) -> Tensor:
-        return self.pool.values[layer.index * self._layer_stride :]
+        return self._numbers[layer.index * self._layer_stride :]
 
     def decode_attention(self, layer: DecoderLayer, qkv: Tensor, out: Tensor, step: DecodeColumns) -> Tensor:
         layout, sequences = self.pool.layout, qkv.shape[0]
@@ -229,7 +233,7 @@ class TritonOps:
             GROUP=self._group,
             ROWS=max(16, power_of_two(self._group)),
             HALF=layout.head_dim // 2,
-            PAGE=layout.page_tokens,
+            **self._pages,
             TILE=tile,
             SPLIT=splits > 1,
             PLACES=8 if splits <= 8 else MOST_SPLITS,
@@ -263,7 +267,7 @@ class TritonOps:
             PLACES=power_of_two(heads),
             KV_PLACES=power_of_two(layout.kv_heads),
             HALF=layout.head_dim // 2,
-            PAGE=layout.page_tokens,
+            **self._pages,
             QK_NORM=normed,
             num_warps=4,
         )
@@ -288,7 +292,7 @@ class TritonOps:
             HEADS=heads,
             GROUP=self._group,
             DIM=layout.head_dim,
-            PAGE=layout.page_tokens,
+            **self._pages,
             ROWS=rows,
             TILE=tile,
             PRECISION=self._precision,
@@ -315,7 +319,7 @@ class TritonOps:
             self._page_stride,
             self._head_stride,
             DIM=layout.head_dim,
-            PAGE=layout.page_tokens,
+            **self._pages,
             TILE=ROW_BLOCK,
             num_warps=8,
         )

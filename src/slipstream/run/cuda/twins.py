@@ -52,19 +52,21 @@ class TorchOps:
 
     def _attend(self, layer: DecoderLayer, qkv: Tensor, table: Tensor, length: int) -> Tensor:
         """The last tokens of one sequence of `length` tokens."""
-        pages = self.pool.layer(layer.index)  # [pages, heads, 2, tokens, dim]
         dim, page_tokens = self.pool.layout.head_dim, self.pool.layout.page_tokens
+        heads = torch.arange(layer.kv_heads, device=qkv.device)
+        blocks = ((table[:, None] * layer.kv_heads + heads) * self.pool.layout.layers + layer.index) * 2  # of keys
         query, key, value = qkv.view(len(qkv), -1, dim).split([layer.heads, layer.kv_heads, layer.kv_heads], 1)
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key = layer.query_norm(query), layer.key_norm(key)
         positions = torch.arange(length - len(qkv), length, device=qkv.device)
         angles = self.rotary.angles(positions)
         query, key = self.rotary.rotate(query, angles), self.rotary.rotate(key, angles)
-        place = table[positions // page_tokens], slice(None), 0, positions % page_tokens
-        pages[place] = key
-        pages[place[0], :, 1, place[3]] = value
-        used = pages[table[: self.pool.layout.pages_for(length)]]
-        keys, values = used.permute(2, 1, 0, 3, 4).reshape(2, layer.kv_heads, -1, dim)[:, :, :length].unbind(0)
+        rows = blocks[positions // page_tokens] * page_tokens + (positions % page_tokens)[:, None]
+        self.pool.write(rows.flatten(), key.reshape(-1, dim))
+        self.pool.write((rows + page_tokens).flatten(), value.reshape(-1, dim))
+        used = blocks[: self.pool.layout.pages_for(length)].t()  # [heads, pages]
+        found = self.pool.gather(torch.stack([used, used + 1]).flatten())
+        keys, values = found.view(2, layer.kv_heads, -1, dim)[:, :, :length].unbind(0)
         seen = torch.arange(length, device=qkv.device)[None, :] <= positions[:, None]
         out = F.scaled_dot_product_attention(
             query.transpose(0, 1)[None], keys[None], values[None], attn_mask=seen, enable_gqa=True
