@@ -23,6 +23,8 @@ from slipstream.model.files import ModelFiles, locate
 from slipstream.model.llama import Llama
 from slipstream.model.loader import load
 from slipstream.model.shard import Shard
+from slipstream.run.cuda.runner import CudaRunner
+from slipstream.run.cuda.twins import TorchOps
 from slipstream.run.runner import Runner
 
 TOLERANCE = 2e-5
@@ -62,7 +64,7 @@ class ThreadRank:
         self.threads, self.rank, self.size = threads, rank, threads.size
 
     def reduce(self, x: Tensor) -> Tensor:
-        return self.threads.exchange(self.rank, x, lambda parts: torch.stack(parts).sum(0))
+        return x.copy_(self.threads.exchange(self.rank, x, lambda parts: torch.stack(parts).sum(0)))
 
     def gather(self, x: Tensor) -> Tensor:
         return self.threads.exchange(self.rank, x, torch.stack)
@@ -87,13 +89,22 @@ def runner_of(model: Llama) -> Runner:
     return Runner(model, layout, memory, 8)
 
 
-def outcomes(models: list[Llama], seed: int = 1) -> list[tuple[list[int], Tensor, Tensor]]:
+def twin_of(model: Llama) -> Runner:
+    """The runner of GPUs over the twins of its kernels."""
+    plain = runner_of(model)
+    ops = TorchOps(plain.pool, plain.model.rotary)
+    return CudaRunner(model, plain.layout, plain.pool.values.view(torch.uint8), 8, 20, ops=ops)
+
+
+def outcomes(
+    models: list[Llama], seed: int = 1, make: Callable[[Llama], Runner] = runner_of
+) -> list[tuple[list[int], Tensor, Tensor]]:
     """Of each rank: the tokens of a prompt in chunks with greedy decoding behind it, its logits, its pool."""
     tokens = np.random.default_rng(seed).integers(2, 160, 43).tolist()
     table = shuffled_tables(1, 7, 64)[0]
 
     def run(model: Llama) -> tuple[list[int], Tensor, Tensor]:
-        runner = runner_of(model)
+        runner = make(model)
         seen: list[Tensor] = []
         plain = model.logits
         model.logits = lambda hidden: seen.append(plain(hidden)) or seen[-1].clone()  # type: ignore[method-assign]
@@ -104,7 +115,7 @@ def outcomes(models: list[Llama], seed: int = 1) -> list[tuple[list[int], Tensor
             start, rows = start + size, []
             if start == len(known):
                 known.append(int(outcome.token_ids[0]))
-        return known, torch.cat(seen), runner.pool.values
+        return known, torch.cat([*seen, torch.empty(0, model.config.vocab)]), runner.pool.values
 
     with ThreadPoolExecutor(len(models)) as pool:
         return list(pool.map(run, models))
@@ -130,6 +141,13 @@ def test_ranks_together_compute_what_the_whole_model_computes(files: ModelFiles,
         held = found_pool.view(64, *layout.page_shape)
         wanted = whole_pages[:, layout.first_head : layout.first_head + layout.kv_heads]
         assert torch.allclose(held, wanted, atol=1e-4), "pages hold this rank's heads of the whole model's"
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_runner_of_gpus_computes_the_same_on_several_ranks(files: ModelFiles, size: int) -> None:
+    ((tokens, _, _),) = outcomes(shards_of(files, 1))
+    for found, _, _ in outcomes(shards_of(files, size), make=twin_of):
+        assert found == tokens
 
 
 @pytest.mark.parametrize("size", [2, 4])
