@@ -86,7 +86,7 @@ class FleetMetrics(Meters):
             read=self._pages,
         )  # fmt: skip
         self.gauge(
-            "worker_up", "1 for each worker that requests are given to, else 0.", "worker", "role", read=self._up
+            "worker_up", "Whether requests are given to this worker, 1 or 0.", "worker", "role", read=self._up
         )
         self.gauge("kv_usage_ratio", "Share of all workers' KV pages that live requests hold.", read=self._usage)
         self.gauge("pool_info", "KV pages of all workers together; always 1.", "page_tokens", "pages", read=self._pool)
