@@ -84,7 +84,7 @@ class Model:
 
 
 GPU_FLAGS = ("--max-sequences", "256", "--max-model-len", "16384", "--page-tokens", "16")
-CHUNKS = {"apart": ("--chunk-tokens", "8192"), "both": ("--chunk-tokens", "2048")}
+CHUNKS = {"apart": ("--chunk-tokens", "8192"), "both": ("--chunk-tokens", "512")}
 MODELS = (
     Model("8b", LLAMA_8B, "1024-7168", "64-256", (4, 8, 12), flags=GPU_FLAGS, server_flags=CHUNKS),
     Model(

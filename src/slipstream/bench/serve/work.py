@@ -1,16 +1,15 @@
 """How long prompts and answers are, and which prompts begin alike.
 
-A `Work` says for each seed what is to be sent; what stands in the prompts is made elsewhere. Five kinds:
+A `Work` says for each seed what is to be sent; what stands in the prompts is made elsewhere.
 
-    ranges         prompt and answer lengths drawn evenly from two ranges
+    random         prompt and answer lengths drawn evenly from two ranges
     chat           conversations: prompts of about 1,000 tokens, answers of about 130
     code           completions in an editor: prompts of about 1,500 tokens, answers of about 13
     reasoning      short questions, answers of thousands of tokens
     trace          a file of lines {"timestamp": ms, "input_length", "output_length", "hash_ids"}
     conversations  a file of [{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}]}]
 
-The lengths of the mixes are lognormal, cut to a range. The medians of chat and code are those published with the 2023
-inference traces of a cloud provider (1,020 and 129; 1,500 and 13); their spreads, and all of reasoning, are choices.
+The lengths of the mixes are lognormal, cut to a range; their numbers are choices, documented in docs/benchmarking.md.
 """
 
 from __future__ import annotations
