@@ -5,6 +5,8 @@ sequence and computes up to `chunk_tokens` of the prompts that wait, in order of
 sequences decode there. Requests are placed by `slipstream.router.place.place` on standings that are charged and
 discharged as the router does it; a handed-over request decodes `HANDOFF_S` after its first token. Nothing else is
 modelled: no pages, no prefixes.
+
+    python -m tests.sim.placement       prints the table of docs/routing.md
 """
 
 from __future__ import annotations
@@ -217,3 +219,21 @@ def simulate(
     """Without `meet` everything stays where its prompt is; without `help_out` roles are kept."""
     engines = [Engine(f"{role}-{at}", role, card, *chunks) for at, role in enumerate(roles)]
     return Outcome.of(World(engines, meet=meet, help_out=help_out).run(load), tight_s)
+
+
+def table() -> None:
+    """Share of requests within (1 s, 10 ms) and, in parentheses, (1 s, 7 ms), by rate and arrangement."""
+    apart: tuple[Role, ...] = ("prefill", "decode")
+    both: tuple[Role, ...] = ("both", "both")
+    for rate in (4, 8, 10, 12, 14):
+        cells = [
+            simulate(roles, LARGE, (chunk, chunk), jobs(rate, 60, (1024, 7168), (64, 256), 1), 0.007, **rest)
+            for roles, chunk, rest in (
+                (apart, 8192, {"help_out": False}), (apart, 8192, {}), (both, 512, {"meet": False}), (both, 512, {})
+            )
+        ]  # fmt: skip
+        print(f"| {rate} | " + " | ".join(f"{cell.good:.2f} ({cell.tight:.2f})" for cell in cells) + " |")
+
+
+if __name__ == "__main__":
+    table()

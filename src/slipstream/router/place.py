@@ -7,8 +7,8 @@ worker has said anything.
 
 Prefill goes where it delays least: the prompt itself by the tokens queued before it and by its own that are not known
 there yet (at `THRIFT` more), and the sequences that decode on the same worker by its own time, each counted at `HARM`.
-That needs no cap against herding: a long queue outweighs a known prefix, and a few decoding sequences, by itself. What is being computed
-for another request counts as known, so that equal prompts that come together meet at one worker.
+That needs no cap against herding: a long queue outweighs a known prefix, and a few decoding sequences, by itself. What
+is being computed for another request counts as known, so that equal prompts that come together meet at one worker.
 
 Decode goes where load is least: sequences and KV in proportion to what the worker holds, the share of its time that
 prompts take (`BUSY_WORTH`), and the seconds that the KV would travel. A known prefix saves bytes, but is worth
