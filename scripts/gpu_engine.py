@@ -2,7 +2,8 @@
 
     python scripts/gpu_engine.py [STEP ...] [--out FOLDER]
 
-Steps: tests (tests/gpu/test_engine.py), bench (bench engine, with kernels), products (shapes of products with one
+Steps: tests (tests/gpu/test_engine.py), bench (bench engine, with kernels), sampling (drawing tokens from logits,
+microseconds, beside plain torch), products (shapes of products with one
 row against cuBLAS, microseconds a layer), attention (shapes of prefill attention). Without a step: all. Results are
 printed as they come. Needs torch, triton and one GPU.
 """
@@ -15,6 +16,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,7 +31,7 @@ ATTENTION_SHAPES = (
     (128, 128, 8, 3),
 )
 PRODUCT_SHAPES = ((2, 1024, 4), (8, 512, 8), (4, 512, 4), (16, 512, 8), (8, 256, 4), (1, 2048, 4), (2, 512, 4))
-STEPS = ("tests", "bench", "products", "attention")
+STEPS = ("tests", "bench", "sampling", "products", "attention")
 
 
 def main() -> int:
@@ -37,6 +39,7 @@ def main() -> int:
     parser.add_argument("steps", nargs="*", metavar="STEP", help=", ".join(STEPS))
     parser.add_argument("--out", type=Path, default=Path("gpu-engine"))
     parser.add_argument("--shapes", default="1.5b,8b")
+    parser.add_argument("--kernels", action="store_true", help="bench: also what each kernel takes")
     parser.add_argument("--kinds", default="qkv,output,gate_up,down,head", help="products")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -59,9 +62,11 @@ def main() -> int:
             command += ["-n", "8"] if importlib.util.find_spec("xdist") else []
             failures += subprocess.run(command, cwd=ROOT, env=environment).returncode != 0
         elif step == "bench":
-            command = [sys.executable, "-m", "slipstream", "bench", "engine", "--kernels", "--shapes", arguments.shapes]
-            command += ["--json", str(arguments.out / "engine.json")]
+            command = [sys.executable, "-m", "slipstream", "bench", "engine", "--sampled", "--shapes", arguments.shapes]
+            command += ["--json", str(arguments.out / "engine.json"), *(["--kernels"] if arguments.kernels else [])]
             failures += subprocess.run(command, cwd=ROOT, env=environment).returncode != 0
+        elif step == "sampling":
+            sampling()
         else:
             shapes = arguments.shapes.split(",")
             if step == "attention":
@@ -87,6 +92,47 @@ def graph_us(call: Any, layers: list[Any], repeats: int = 10) -> float:
         for layer in layers:
             call(layer)
     return device_ms(graph.replay, repeats) * 1e3 / len(layers)
+
+
+def sampling(vocab: int = 151936) -> None:
+    """Drawing from logits that fall off as a model's do, and from flat ones, which are searched as a whole."""
+    import numpy as np
+    import torch
+
+    from slipstream.run.cuda.sampling import TritonTokens
+    from slipstream.run.sampler import DrawTable, draw_tokens
+    from slipstream.types import SamplingParams
+
+    kinds = {
+        "greedy": SamplingParams(temperature=0.0),
+        "temperature": SamplingParams(temperature=0.7, seed=1),
+        "top_p": SamplingParams(temperature=0.7, top_p=0.9, seed=1),
+        "top_k, top_p": SamplingParams(temperature=0.7, top_k=50, top_p=0.9, seed=1),
+    }
+    device = torch.device("cuda:0")
+    for batch in (1, 32, 256):
+        noise = torch.randn(batch, vocab, device=device)
+        tokens = TritonTokens(batch, vocab, torch.bfloat16, device)
+        chosen = torch.empty(batch, dtype=torch.int64, device=device)
+        for shape, logits in (("peaked", noise * 3), ("flat", noise * 0.5)):
+            values = logits.bfloat16()
+            for kind, params in kinds.items():
+                table = DrawTable(batch, vocab)
+                for row in range(batch):
+                    table.set(row, params)
+                how = table.columns(np.arange(batch), np.arange(batch))
+                there = how.each(lambda column: torch.from_numpy(column).to(device))
+                draw = partial(tokens.draw, values, there, chosen)
+                us = graph_us(lambda _, draw=draw: draw(), [None])
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                plain = draw_tokens(values.float(), how)
+                torch.cuda.synchronize()
+                torch_us = (time.perf_counter() - began) * 1e6
+                same = int((plain == chosen).sum())
+                print(
+                    f"{batch:4d} {shape:6s} {kind:14s} {us:8.1f} us, torch {torch_us:9.1f} us, {same} equal", flush=True
+                )
 
 
 def opened_ops(shape: str) -> tuple[Any, Any]:

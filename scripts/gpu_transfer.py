@@ -3,11 +3,11 @@
     python scripts/gpu_transfer.py [STEP ...] [--out FOLDER] [--budget SECONDS]
 
 Steps: tests, kernel (shapes and programs of the copy kernel), engine (copy engine and kernel with batches in flight),
-wakes (`wakes.py`), interference (what transfers cost a loop that is bound by memory and one of matrix products, on either
-GPU), staging (to and from pinned memory), table (bench transfer of slipstream's engines), flight (64 small batches under
-way), handoff (the whole stack), write (`gpu_write_through.py`), peers (the table beside nixl and mooncake), packages
-(shm, tcp, and nixl and mooncake behind slipstream's transports). Without a step: all. Results are printed as they come
-and written to FOLDER. Needs torch, triton, cuda-bindings; two GPUs for most of it.
+wakes (`wakes.py`), interference (`gpu_interference.py`), staging (to and from pinned memory), table (bench transfer of
+slipstream's engines), flight (64 small batches under way), handoff (the whole stack), write (`gpu_write_through.py`),
+peers (the table beside nixl and mooncake), packages (shm, tcp, and nixl and mooncake behind slipstream's transports).
+Without a step: all. Results are printed as they come and written to FOLDER. Needs torch, triton, cuda-bindings; two
+GPUs for most of it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +73,7 @@ def main() -> int:
         parser.error(f"no such step: {', '.join(sorted(unknown))}; there are {', '.join(STEPS)}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.here:
-        {"kernel": kernel, "engine": engine, "interference": interference, "staging": staging}[arguments.steps[0]](
-            str(arguments.out)
-        )
+        {"kernel": kernel, "engine": engine, "staging": staging}[arguments.steps[0]](str(arguments.out))
         return 0
     end = time.monotonic() + arguments.budget
     failed = 0
@@ -118,6 +113,7 @@ def run_step(step: str, arguments: argparse.Namespace, left: float) -> int:
             *(sys.executable, "-m", "slipstream.bench.handoff", "--logs", str(arguments.out)),
             *("--json", str(arguments.out / "handoff.json"), *arguments.handoff.split()),
         ],
+        "interference": [sys.executable, "scripts/gpu_interference.py", "--out", str(arguments.out)],
         "wakes": [sys.executable, "scripts/wakes.py"],
         "write": [sys.executable, "scripts/gpu_write_through.py", "--out", str(arguments.out / "write.jsonl")],
         "packages": [
@@ -285,119 +281,6 @@ def _kernel_rate(torch: Any, launcher: Any, launches: list[Any], settings: Any, 
         end.synchronize()
         best = max(best, KERNEL_BYTES / start.elapsed_time(end) / 1e6)
     return best
-
-
-def interference(folder: str) -> None:
-    """How much slower loops on either GPU run while pages of 32 KiB are moved without a pause.
-
-    "here" is the GPU whose kernel or copy engine moves the data, "there" the other: a push is read here and written
-    there, a pull the other way.
-    """
-    from slipstream.transfer.cuda.launcher import CopySettings
-
-    pools, results = Pools(), Results(folder, "interference")
-    torch = pools.torch
-    kernel_only, engine_only = KERNEL_ONLY, ENGINE_ONLY
-    loops = {}
-    for gpu, side in ((0, "here"), (1, "there")):
-        device = f"cuda:{min(gpu, torch.cuda.device_count() - 1)}"
-        weights = torch.randn(GIB // 4096, 4096, device=device, dtype=torch.bfloat16)  # 2 GiB, read once an iteration
-        vector = torch.randn(4096, device=device, dtype=torch.bfloat16)
-        square = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
-        loops[side, "memory"] = _graph(torch, device, lambda w=weights, v=vector: w @ v, 20)
-        loops[side, "matmul"] = _graph(torch, device, lambda s=square: s @ s, 7)
-    first = {" ".join(name): round(1e3 * statistics.median(run() for _ in range(5)), 3) for name, run in loops.items()}
-    results.add(alone_ms=first)
-    plans: list[tuple[str, Any, Any, int, tuple[str, ...], float]] = [
-        (f"kernel, {n} programs", CopySettings(programs=n, streams=1), kernel_only, 32 << 10, ("push", "pull"), 0.0)
-        for n in (1, 2, 4, 8, 16, 32, 64, 132)
-    ]
-    plans.append(("copy engine", CopySettings(streams=1), engine_only, 2 << 20, ("push", "pull"), 0.0))
-    for pause in (0.025, 0.005, 0.0025):  # one handoff of 1,024 tokens of an 8B model in that time
-        often = f"134 MB each {1e3 * pause:g} ms"
-        plans.append(
-            (f"kernel, 64 programs, {often}", CopySettings(streams=1), kernel_only, 32 << 10, ("push",), pause)
-        )
-        plans.append((f"copy engine, {often}", CopySettings(streams=1), engine_only, 2 << 20, ("push",), pause))
-    for way, settings, costs, page, directions, pause in plans:
-        for direction in directions:
-            rates, slower = {}, {}
-            for name, run in loops.items():
-                count = 20 if pause else 5
-                alone = statistics.median(run() for _ in range(count))  # anew each time: clocks wander
-                with _Pusher(pools, settings, costs, page, direction, pause) as pusher:
-                    time.sleep(0.02)
-                    pusher.moved, began = 0, time.perf_counter()
-                    taken = [run() for _ in range(count)]
-                    seconds = statistics.mean(taken) if pause else statistics.median(taken)
-                    rates[" ".join(name)] = round(pusher.moved / (time.perf_counter() - began) / 1e9, 1)
-                slower[" ".join(name)] = round(100 * (seconds / alone - 1), 2)
-            results.add(way=way, direction=direction, slower_percent=slower, gbps=rates)
-
-
-def _graph(torch: Any, device: str, step: Callable[[], Any], count: int) -> Callable[[], float]:
-    """A CUDA graph of `count` steps; calling it replays it and returns the seconds on the GPU."""
-    torch.cuda.set_device(device)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(count):
-                step()
-
-    def run(kept: Callable[[], Any] = step) -> float:  # the memory that the graph works on is the step's
-        with torch.cuda.device(device), torch.cuda.stream(stream):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-        return start.elapsed_time(end) / 1e3
-
-    return run
-
-
-class _Pusher:
-    """A thread that keeps three batches under way; with a `pause`, one batch begins each so many seconds."""
-
-    def __init__(self, pools: Pools, settings: Any, costs: Any, page: int, direction: str, pause: float) -> None:
-        from slipstream.transfer.cuda.copier import Copier
-        from slipstream.transfer.cuda.plan import survey
-
-        here, there = pools.memories[0].address, pools.memories[1].address
-        ends = (here, there) if direction == "push" else (there, here)
-        runs = pools.runs(page, 64 << 20 if not pause else 128 << 20)
-        seen = survey(runs, pools.size, pools.size)
-        self.moved = 0
-        self._stop = False
-
-        def push() -> None:
-            copier = Copier(pools.devices[0], settings)
-            copies = [copier.start(*ends, runs, seen, costs) for _ in range(1 if pause else 3)]
-            began, count = time.perf_counter(), 0
-            while not self._stop:
-                copier.wait(copies.pop(0))
-                self.moved += seen.total
-                count += 1
-                if pause:
-                    time.sleep(max(0.0, began + count * pause - time.perf_counter()))
-                copies.append(copier.start(*ends, runs, seen, costs))
-            for copy in copies:
-                copier.wait(copy)
-            copier.close()
-
-        self._thread = threading.Thread(target=push)
-
-    def __enter__(self) -> _Pusher:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stop = True
-        self._thread.join()
 
 
 def staging(folder: str) -> None:

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 LAYERS, HEADS, DIM, PAGE_TOKENS = 32, 8, 128, 16
 HIDDEN, QKV, MLP = 4096, 6144, 14336
@@ -103,7 +103,7 @@ class Load:
         qkv = hidden @ qkv_weight
         grid = (self.chunk // PAGE_TOKENS, HEADS, 2)
         addresses = (self.memories[0].address, self.memories[1].address)
-        write_kv[grid](
+        write_kv[grid](  # pyright: ignore[reportIndexIssue]
             qkv, self.tables[chunk], *addresses, layer, through, QKV, HIDDEN, PAGE_TOKENS, DIM, HEADS, LAYER, HEAD
         )
         hidden = hidden + qkv[:, :HIDDEN] @ out

@@ -3,18 +3,21 @@
     python scripts/screenshots.py [--model smollm2] [--seconds 90] [--folder docs/images]
 
 Needs Chromium (Debian: chromium) and a font (Debian: fonts-inter). The load is a few conversations at a time with
-prompts of different lengths and shared beginnings, so that every part of the page has something to show. Pictures are
-compressed again before they are written.
+prompts of different lengths and shared beginnings, so that every part of the page has something to show. Pictures get
+a palette of 256 colours, which keeps them small.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import sys
 import threading
 import time
 import zlib
 from pathlib import Path
+
+import numpy as np
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -42,28 +45,40 @@ def load(server: Server, stop: threading.Event, number: int) -> None:
         server.post("/v1/completions", body, timeout_s=300)
 
 
-def crc(kind: bytes, data: bytes) -> bytes:
-    return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+PIXELS = """(async () => {
+  const bytes = Uint8Array.from(atob("%s"), (c) => c.charCodeAt(0));
+  const image = await createImageBitmap(new Blob([bytes], { type: "image/png" }));
+  const paper = new OffscreenCanvas(image.width, image.height).getContext("2d");
+  paper.drawImage(image, 0, 0);
+  const data = paper.getImageData(0, 0, image.width, image.height).data;
+  let text = "";
+  for (let at = 0; at < data.length; at += 32768) text += String.fromCharCode(...data.subarray(at, at + 32768));
+  return [image.width, image.height, btoa(text)]; })()"""
 
 
-def smaller(png: bytes) -> bytes:
-    """The same picture with its pixels deflated as well as zlib can, and without the browser's own chunks."""
-    at, parts, pixels = 8, [], b""
-    while at < len(png):
-        size, kind = int.from_bytes(png[at : at + 4], "big"), png[at + 4 : at + 8]
-        data = png[at + 8 : at + 8 + size]
-        if kind == b"IDAT":
-            pixels += data
-        elif kind in (b"IHDR", b"PLTE", b"tRNS"):
-            parts.append(crc(kind, data))
-        at += 12 + size
-    packed = zlib.compress(zlib.decompress(pixels), 9)
-    return png[:8] + b"".join(parts) + crc(b"IDAT", min(packed, pixels, key=len)) + crc(b"IEND", b"")
+def indexed(png: bytes, tab: Page) -> bytes:
+    """The same picture with a palette of its 256 most frequent colours; `tab` decodes it. Others become the nearest."""
+    width, height, packed = tab.run(PIXELS % base64.b64encode(png).decode())
+    pixels = np.frombuffer(base64.b64decode(packed), np.uint8).reshape(-1, 4)[:, :3].astype(np.int64)
+    keys, where, counts = np.unique(pixels @ [65536, 256, 1], return_inverse=True, return_counts=True)
+    colours = np.stack([keys >> 16, keys >> 8 & 255, keys & 255], axis=1)
+    palette = colours[np.argsort(-counts)[:256]]
+    nearest = np.concatenate(
+        [((part[:, None] - palette) ** 2).sum(axis=2).argmin(axis=1) for part in np.array_split(colours, 64)]
+    )
+    rows = np.zeros((height, width + 1), np.uint8)  # the first byte of a row: no filter
+    rows[:, 1:] = nearest[where].reshape(height, width)
+    header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes((8, 3, 0, 0, 0))
+    chunks = [(b"IHDR", header), (b"PLTE", palette.astype(np.uint8).tobytes())]
+    chunks += [(b"IDAT", zlib.compress(rows.tobytes(), 9)), (b"IEND", b"")]
+    return png[:8] + b"".join(
+        len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big") for kind, data in chunks
+    )
 
 
-def save(page: Page, path: Path, *, whole: bool = True) -> None:
+def save(page: Page, tab: Page, path: Path, *, whole: bool = True) -> None:
     time.sleep(1.2)
-    data = smaller(page.picture(whole=whole))
+    data = indexed(page.picture(whole=whole), tab)
     path.write_bytes(data)
     print(f"{path}: {len(data) / 1000:.0f} kB")
 
@@ -83,7 +98,7 @@ def main() -> None:
         for client in clients:
             client.start()
         with browser() as chromium:
-            page = chromium.page(1280, 900)
+            page, tab = chromium.page(1280, 900), chromium.page()
             page.open(server.url + "/dashboard")
             page.until("document.querySelector('#status')?.dataset.state === 'ready'")
             time.sleep(options.seconds)
@@ -94,13 +109,13 @@ def main() -> None:
             page.run(f"{finished}.click()")
             page.until("document.querySelector('#timeline .gantt')")
             page.prefer(prefers_color_scheme="light")
-            save(page, options.folder / "dashboard-light.png")
+            save(page, tab, options.folder / "dashboard-light.png")
             page.prefer(prefers_color_scheme="dark")
-            save(page, options.folder / "dashboard-dark.png")
+            save(page, tab, options.folder / "dashboard-dark.png")
             page.prefer(prefers_color_scheme="light")
             page.press("Escape")
             page.size(360, 1500, scale=1.5, mobile=True)
-            save(page, options.folder / "dashboard-phone.png", whole=False)
+            save(page, tab, options.folder / "dashboard-phone.png", whole=False)
         stop.set()
 
 

@@ -32,7 +32,7 @@ def sleeper(wait: Callable[[], object]) -> tuple[threading.Thread, list[float]]:
             wait()
             woken.append(clock())
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread, woken
 
@@ -46,6 +46,15 @@ def measure(name: str, pause: float, wait: Callable[[], object], wake: Callable[
         wake()
     thread.join()
     show(name, pause, [after - before for before, after in zip(sent, woken, strict=True)])
+
+
+def from_loop(loop: asyncio.AbstractEventLoop, pause: float) -> list[float]:
+    taken: list[float] = []
+    for _ in range(COUNT):
+        time.sleep(pause)
+        loop.call_soon_threadsafe(lambda at: taken.append(clock() - at), clock())
+    time.sleep(0.01)
+    return taken
 
 
 def show(name: str, pause: float, taken: list[float]) -> None:
@@ -62,7 +71,7 @@ def main() -> None:
     sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     receiver = listener.accept()[0]
     loop = asyncio.new_event_loop()
-    runner = threading.Thread(target=loop.run_forever)
+    runner = threading.Thread(target=loop.run_forever, daemon=True)
     runner.start()
     alarm = Alarm()
 
@@ -78,12 +87,7 @@ def main() -> None:
         measure("queue", pause, inbox.get, lambda: inbox.put(None))
         measure("descriptor", pause, from_bell, lambda: os.write(bell, (1).to_bytes(8, "little")))
         measure("tcp", pause, from_socket, lambda: sender.send(b"x"))
-        taken: list[float] = []
-        for _ in range(COUNT):
-            time.sleep(pause)
-            loop.call_soon_threadsafe(lambda at: taken.append(clock() - at), clock())
-        time.sleep(0.01)
-        show("event loop", pause, taken)
+        show("event loop", pause, from_loop(loop, pause))
         late = []
         for _ in range(COUNT):
             due = clock() + pause

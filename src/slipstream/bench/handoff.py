@@ -208,7 +208,7 @@ async def run(
         if shuffled:
             for worker in pair:
                 worker.ask("shuffle")
-        links = []
+        links: list[Link] = []
         for address in wires:
             link = await Link.connect(address, wire.Decoder(wire.ToRouter))
             link.send(wire.Hello(kind="router", id="bench"))
@@ -216,7 +216,7 @@ async def run(
             if not isinstance(welcome, wire.Welcome):
                 raise BenchFailed(f"{address} answered Hello with {type(welcome).__name__}")
             links.append(link)
-        both = Pair(*links, pair, wires[1])
+        both = Pair(links[0], links[1], pair, wires[1])
         await both.hand_over(options.page_tokens, 1)  # opens and proves the route
         for tokens, count, rounds in cases:
             times = []

@@ -92,12 +92,16 @@ def _compile(nvrtc: Any, options: list[str]) -> bytes:
     return bytes(code)
 
 
+_LONG = ("source", "destination", "lists", "length")
+_SHORT = ("runs", "parts", "part_bytes", "group")
+
+
 class _Arguments(ctypes.Structure):
     """The parameters of move_bulk, in order."""
 
     _fields_ = [
-        *((name, ctypes.c_uint64) for name in ("source", "destination", "lists", "length")),
-        *((name, ctypes.c_uint32) for name in ("runs", "parts", "part_bytes", "group")),
+        *((name, ctypes.c_uint64) for name in _LONG),
+        *((name, ctypes.c_uint32) for name in _SHORT),
     ]
 
 
@@ -115,7 +119,7 @@ class BulkKernel:
             raise Unavailable(f"the kernel does not load: {error.message}") from error
         self._arguments = _Arguments()
         at = ctypes.addressof(self._arguments)
-        places = [at + getattr(_Arguments, name).offset for name, _ in _Arguments._fields_]
+        places = [at + getattr(_Arguments, name).offset for name in (*_LONG, *_SHORT)]
         self._places = (ctypes.c_void_p * len(places))(*places)
         self._parameters = ctypes.addressof(self._places)
 
