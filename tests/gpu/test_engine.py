@@ -14,7 +14,9 @@ pytestmark = [
 ]
 pytest.importorskip("triton", reason="needs triton (extra: gpu)")
 
+from tests.unit import sampling_checks  # noqa: E402
 from tests.unit.kernel_checks import CHECKS  # noqa: E402
+from tests.unit.served import random_requests, serve  # noqa: E402
 from tests.unit.test_kernels_runner import SETTINGS, answers  # noqa: E402
 from tests.unit.tiny_models import (  # noqa: E402
     LogitsProbe,
@@ -25,6 +27,8 @@ from tests.unit.tiny_models import (  # noqa: E402
 )
 
 from slipstream.config import EngineConfig  # noqa: E402
+from slipstream.engine.plan import FROM_DEVICE  # noqa: E402
+from slipstream.run.cuda.memory import dry_run, largest_step  # noqa: E402
 from slipstream.run.cuda.runner import CudaRunner  # noqa: E402
 from slipstream.run.engine_model import OpenedModel, open_model  # noqa: E402
 from slipstream.run.runner import Runner  # noqa: E402
@@ -39,6 +43,12 @@ def test_a_kernel_computes_what_its_twin_does(check: str, dtype: torch.dtype):
     if check == "prefill_gathered" and dtype == torch.float32:
         pytest.skip("the engine leaves prompts in float32 in their pages")
     CHECKS[check](torch.device("cuda:0"), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("check", sampling_checks.CHECKS)
+def test_a_sampling_kernel_draws_what_its_twin_does(check: str, dtype: torch.dtype):
+    sampling_checks.CHECKS[check](torch.device("cuda:0"), dtype)
 
 
 def opened_model(folder: Path, architecture: str, dtype: str) -> OpenedModel:
@@ -80,3 +90,57 @@ def test_logits_in_bfloat16_are_those_of_plain_torch(architecture: str, batch: i
             runner.execute(plan)
         wanted, found = probe.last, fast._graphs.logits(batch).float()
         assert (found - wanted).abs().max() < 0.05 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("pages", [PAGES, 22])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_two_steps_under_way_answer_like_plain_torch(architecture: str, pages: int, tmp_path: Path):
+    plain, fast = runners(opened_model(tmp_path, architecture, "float32"))
+    requests = random_requests(60, seed=pages)
+    wanted, found = serve(plain, requests, pages=PAGES), serve(fast, requests, pages=pages)
+    assert (found.tokens, found.ends) == (wanted.tokens, wanted.ends)
+    assert found.likely == wanted.likely
+    assert found.ahead > 10
+    assert (found.preemptions > 0) == (pages < PAGES)
+
+
+def test_a_step_is_launched_while_the_one_before_computes(tmp_path: Path):
+    """Counted by events, not timed: the second launch returns before the first step is done."""
+    _, fast = runners(opened_model(tmp_path, "llama", "float32"))
+    table = shuffled_tables(1, 12, PAGES)[0]
+    fast.execute(make_plan([(0, [5, 6, 7], 0, table)], new_rows=[new_row(0)]))
+    plans = [make_plan([(0, [FROM_DEVICE], 3 + step, table)]) for step in range(3)]
+    fast.execute(plans[0])
+    with torch.cuda.stream(fast._stream):
+        torch.cuda._sleep(200_000_000)  # a tenth of a second
+    fast.launch(plans[1])
+    fast.launch(plans[2])
+    assert not any(launched.done.query() for launched in fast._launched)
+    tokens = [fast.collect().token_ids[0] for _ in range(2)]
+    assert all(token >= 0 for token in tokens)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_graph_says_which_rows_have_no_finite_logits(temperature: float, tmp_path: Path):
+    _, fast = runners(opened_model(tmp_path, "llama", "bfloat16"))
+    rows = [new_row(row, SamplingParams(temperature=temperature)) for row in range(3)]
+    assert (fast.execute(make_plan([(r, [5 + r], 0, [1 + r]) for r in range(3)], new_rows=rows)).token_ids >= 0).all()
+    fast.pool.layer(0)[2, :, 1] = float("nan")
+    torch.cuda.synchronize()
+    tokens = fast.execute(make_plan([(row, [5], 1, [1 + row]) for row in range(3)])).token_ids
+    assert (tokens < 0).tolist() == [False, True, False]
+    tokens = fast.execute(make_plan([(row, [FROM_DEVICE], 2, [1 + row]) for row in range(3)])).token_ids
+    assert (tokens < 0).tolist() == [False, True, False]
+
+
+def test_the_largest_step_fits_where_the_dry_run_says(tmp_path: Path):
+    opened = opened_model(tmp_path, "llama", "bfloat16")
+    taken = dry_run(opened.model, opened.layout, 1000, 8, 1024)
+    assert 0 < taken < 2 << 30
+    torch.cuda.empty_cache()
+    memory = torch.zeros(PAGES * opened.layout.page_bytes, dtype=torch.uint8, device="cuda:0")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    runner = CudaRunner(opened.model, opened.layout, memory, 8, opened.layout.pages_for(1024), capture=False)
+    runner.execute(largest_step(1000, 8, 1024, opened.layout))
+    assert torch.cuda.max_memory_allocated() - before <= taken

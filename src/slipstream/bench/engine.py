@@ -1,8 +1,9 @@
 """`slipstream bench engine`: how long the steps of the engine take on one GPU, against what its memory allows.
 
-Weights are random and pages lie in random order, so that nothing but a config is needed. A decode step is measured as
-the engine sees it (plan in, tokens out, on the host's clock) and as the device sees its graph (replayed back to back,
-by events); the limit is the time to read all weights but the embedding, and all keys and values, once, at the rate of a
+Weights are random, so that nothing but a config is needed. A decode step is measured in the loop of a worker (`step`:
+from the end of one to the end of the next, the host at work on one while the device computes the other), by itself
+(`alone`: plan in, tokens out, nothing beside it), and as the device sees its graph (`graph`: replayed back to back, by
+events); the limit is the time to read all weights but the embedding, and all keys and values, once, at the rate of a
 large copy on the same card. A prompt is measured from plan to token, against the time of its matrix products at the
 rate of a large one.
 """
@@ -26,11 +27,15 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.bench.report import Conditions, conditions, write_json
+from slipstream.bench.steady import SteadyLoop
 from slipstream.config import EngineConfig
 from slipstream.engine.plan import NewRow, StepPlan
 from slipstream.errors import ConfigError
 from slipstream.types import SamplingParams
 
+LOOP_STEPS = 200
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.7, top_k=50, top_p=0.9, ignore_eos=True)  # of random weights' flat logits
 SHAPES: dict[str, dict[str, Any]] = {
     "1.5b": {
         "architectures": ["Qwen2ForCausalLM"],
@@ -60,7 +65,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 class StepRow(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One kind of step, milliseconds. `limit_ms` is what memory (decode) or the matrix units (prefill) allow."""
+    """One kind of step, milliseconds. `limit_ms` is what memory (decode) or the matrix units (prefill) allow.
+
+    Of a decode step `step_ms` is that of the loop, `alone_ms` of one that is waited for before the next is planned.
+    """
 
     model: str
     kind: str
@@ -68,6 +76,7 @@ class StepRow(msgspec.Struct, kw_only=True, omit_defaults=True):
     context: int
     step_ms: float
     step_p90_ms: float
+    alone_ms: float | None = None
     device_ms: float | None = None
     limit_ms: float = 0.0
 
@@ -152,11 +161,12 @@ class StepBench:
         self.load_s, self.ready_s = loaded - started, time.perf_counter() - started
         self._order = np.random.default_rng(0).permutation(np.arange(1, self.pages))
 
-    def plan(self, batch: int, new: int, context: int, *, first: bool) -> StepPlan:
+    def plan(
+        self, batch: int, new: int, context: int, *, first: bool, sampling: SamplingParams | None = None
+    ) -> StepPlan:
         """`new` tokens of each of `batch` sequences that are `context` tokens long then."""
         layout, rng = self.opened.layout, np.random.default_rng(1)
         pages = layout.pages_for(context)
-        greedy = SamplingParams(temperature=0.0, ignore_eos=True)
         return StepPlan(
             step=1,
             token_ids=rng.integers(3, 1000, batch * new),
@@ -166,30 +176,38 @@ class StepBench:
             block_tables=self._order[: batch * pages].reshape(batch, pages),
             rows=np.arange(batch),
             sample=np.ones(batch, dtype=np.bool_),
-            new_rows=[NewRow(row, greedy, [], [], (), 0) for row in range(batch)] if first else [],
+            new_rows=[NewRow(row, sampling or GREEDY, [], [], (), 0) for row in range(batch)] if first else [],
         )
 
-    def decode_row(self, batch: int, context: int, copy_tb_s: float, repeats: int = 30) -> StepRow:
+    def decode_row(
+        self, batch: int, context: int, copy_tb_s: float, kind: str = "decode", repeats: int = LOOP_STEPS
+    ) -> StepRow:
         import torch
 
-        self.runner.execute(self.plan(batch, 1, context, first=True))
+        sampling = SAMPLED if kind == "sampled" else GREEDY
+        loop = SteadyLoop(
+            self.runner, self.opened.layout, self.pages, batch=batch, context=context, steps=repeats, sampling=sampling
+        )
+        steady = loop.measure()
+        self.runner.execute(self.plan(batch, 1, context, first=True, sampling=sampling))
         plan = self.plan(batch, 1, context, first=False)
         self.runner.execute(plan)
-        step, slow = median_ms(lambda: self.runner.execute(plan), repeats)
+        alone, _ = median_ms(lambda: self.runner.execute(plan), 20)
         graphs = self.runner._graphs
         size = next(size for size in graphs.sizes if size >= batch)
         with torch.inference_mode(), torch.cuda.stream(self.runner._stream):
-            device = device_ms(graphs._replay[size], repeats)
+            device = device_ms(graphs._replay[size], 30)
         config, layout = self.opened.config, self.opened.layout
         read = config.parameters - (0 if config.tied else config.vocab * config.hidden)
         size_bytes = read * self.opened.placement.dtype.itemsize + batch * context * layout.token_bytes
         return StepRow(
             model=self.name,
-            kind="decode",
+            kind=kind,
             batch=batch,
             context=context,
-            step_ms=step,
-            step_p90_ms=slow,
+            step_ms=steady.mean_ms,
+            step_p90_ms=steady.p90_ms,
+            alone_ms=alone,
             device_ms=device,
             limit_ms=size_bytes / copy_tb_s / 1e9,
         )
@@ -229,12 +247,13 @@ def table(rows: list[StepRow]) -> Table:
     drawn = Table(title="steps, milliseconds", title_justify="left")
     for heading in ("model", "kind"):
         drawn.add_column(heading, no_wrap=True)
-    for heading in ("batch", "context", "step", "p90", "graph", "step - graph", "limit", "of limit"):
+    for heading in ("batch", "context", "step", "p90", "alone", "graph", "step - graph", "limit", "of limit"):
         drawn.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
+        alone = "" if row.alone_ms is None else f"{row.alone_ms:.3f}"
         device = "" if row.device_ms is None else f"{row.device_ms:.3f}"
         gap = "" if row.device_ms is None else f"{row.step_ms - row.device_ms:.3f}"
-        figures = [f"{row.step_ms:.3f}", f"{row.step_p90_ms:.3f}", device, gap, f"{row.limit_ms:.3f}"]
+        figures = [f"{row.step_ms:.3f}", f"{row.step_p90_ms:.3f}", alone, device, gap, f"{row.limit_ms:.3f}"]
         drawn.add_row(row.model, row.kind, str(row.batch), str(row.context), *figures, f"{100 * row.share:.0f} %")
     return drawn
 
@@ -252,6 +271,7 @@ def numbers(text: str) -> list[int]:
 @click.option("--context", default=1024, show_default=True, help="Tokens of each sequence of a decode step.")
 @click.option("--prompts", default="8192", show_default=True, help="Tokens of prompts.")
 @click.option("--page-tokens", default=16, show_default=True)
+@click.option("--sampled", is_flag=True, help="Also decode steps with temperature, top_k and top_p.")
 @click.option("--kernels", is_flag=True, help="Also print what each step's kernels take.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), default=None, help="Write the results here.")
 def command(
@@ -260,6 +280,7 @@ def command(
     context: int,
     prompts: str,
     page_tokens: int,
+    sampled: bool,
     kernels: bool,
     json_path: Path | None,
 ) -> None:
@@ -276,7 +297,7 @@ def command(
     console.print(f"{found.devices[0]}: copy {copy:.2f} TB/s, bf16 product {product:.0f} TFLOP/s")
     report = EngineReport(conditions=found, copy_tb_s=copy, matmul_tflop_s=product, ready_s={}, rows=[])
     for name in shapes.split(","):
-        measure_shape(report, name, numbers(batches), context, numbers(prompts), page_tokens, console, kernels)
+        measure_shape(report, name, numbers(batches), context, numbers(prompts), page_tokens, console, kernels, sampled)
         torch.cuda.empty_cache()
     if json_path is not None:
         write_json(report, json_path)
@@ -291,16 +312,20 @@ def measure_shape(
     page_tokens: int,
     console: Console,
     kernels: bool,
+    sampled: bool,
 ) -> None:
     """Adds one model's rows to the report and prints them."""
     with TemporaryDirectory() as folder:
-        tokens = max(max(batches) * (context + page_tokens), *prompts, 4096)
+        each = SteadyLoop.tokens_each(context, LOOP_STEPS, max(batches)) + page_tokens
+        tokens = max(max(batches) * each, *prompts, 4096)
         write_shape(Path(folder), name)
         bench = StepBench(name, folder, page_tokens=page_tokens, sequences=max(batches), tokens=tokens)
     report.ready_s[name] = bench.ready_s
     console.print(f"{name}: weights and pool after {bench.load_s:.1f} s, ready after {bench.ready_s:.1f} s")
     first = len(report.rows)
     report.rows += [bench.decode_row(batch, context, report.copy_tb_s) for batch in batches]
+    if sampled:
+        report.rows += [bench.decode_row(batch, context, report.copy_tb_s, "sampled") for batch in batches]
     report.rows += [bench.prefill_row(length, 0, report.matmul_tflop_s) for length in prompts]
     console.print(table(report.rows[first:]))
     if kernels:
