@@ -291,7 +291,9 @@ def _count(state: Row, token: int) -> None:
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """The values on the device, without waiting for what it does."""
-    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
+    if device.type == "cpu" or not values.numel():
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def on_host(values: Tensor) -> Callable[[], NDArray[Any]]:
