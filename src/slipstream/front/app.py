@@ -224,7 +224,7 @@ def _routes(generator: Generator, admin: Admin, dashboard: Dashboard) -> dict[st
         "/detokenize": {"POST": admin.detokenize},
         "/v1/tokenize": {"POST": admin.tokenize},
         "/v1/detokenize": {"POST": admin.detokenize},
-        "/v1/requests": {"GET": generator.stories.list},
+        "/v1/requests": {"GET": generator.stories.index},
         "/workers": {"GET": admin.workers, "POST": admin.add_worker},
         "/audit": {"GET": admin.audit},
         "/dashboard": {"GET": dashboard.page},

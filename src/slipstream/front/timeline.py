@@ -11,7 +11,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
-from urllib.parse import unquote
 
 from slipstream.errors import ClientGone, InvalidRequest, RequestError, RouteNotFound
 from slipstream.front.answer import Answer
@@ -153,15 +152,15 @@ class Stories:
 
     # ------------------------------------------------------------------------------------------ handlers
 
-    async def list(self, exchange: Exchange) -> None:
+    async def index(self, exchange: Exchange) -> None:
         text = exchange.query("limit") or str(LIMIT)
-        if not text.isdigit() or not 1 <= int(text[:6]) <= RECENT:
+        if not (text.isascii() and text.isdigit() and len(text) < 7 and 1 <= int(text) <= RECENT):
             raise InvalidRequest(f"limit must be a number from 1 to {RECENT}; {text!r} was given", param="limit")
         await exchange.json({"object": "list", "now": time.time(), "data": self.recent(int(text))})
 
     async def one(self, exchange: Exchange, path: str) -> None:
         """`{id}` is the summary, `{id}/timeline` everything."""
-        name = unquote(path.removesuffix(SUFFIX))
+        name = path.removesuffix(SUFFIX)
         story = self.find(name)
         if story is None:
             raise RouteNotFound(

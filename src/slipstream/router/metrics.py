@@ -85,9 +85,7 @@ class FleetMetrics(Meters):
             "worker_pages", "KV pages of a worker by state (used, cached, free).", "worker", "role", "state",
             read=self._pages,
         )  # fmt: skip
-        self.gauge(
-            "worker_up", "Whether requests are given to this worker, 1 or 0.", "worker", "role", read=self._up
-        )
+        self.gauge("worker_up", "Whether requests are given to this worker, 1 or 0.", "worker", "role", read=self._up)
         self.gauge("kv_usage_ratio", "Share of all workers' KV pages that live requests hold.", read=self._usage)
         self.gauge("pool_info", "KV pages of all workers together; always 1.", "page_tokens", "pages", read=self._pool)
         self.gauge(

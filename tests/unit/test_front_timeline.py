@@ -1,0 +1,78 @@
+"""The front's list of recent requests, and one request's timeline, before a router that has nothing to add."""
+
+from __future__ import annotations
+
+import pytest
+from tests.unit.front_house import MESSAGES, House, house, saying, until
+
+from slipstream.errors import QueueFull
+from slipstream.front import timeline
+
+KEYS = [
+    "id", "request_id", "endpoint", "model", "state", "created", "prompt_tokens", "output_tokens", "cached_tokens",
+    "ttft_s", "attempts", "prefill_worker", "decode_worker", "e2e_s", "finish_reason", "error",
+]  # fmt: skip
+
+
+async def listed(h: House, query: str = "") -> list[dict]:
+    status, body, _ = await h.request("GET", "/v1/requests" + query)
+    assert status == 200
+    return body["data"]
+
+
+async def test_requests_are_listed_with_their_numbers_the_newest_first() -> None:
+    async with house(saying("abc", cached=2)) as h:
+        _, first, headers = await h.post("/v1/completions", {"prompt": "xy"}, x_request_id="one")
+        _, second, _ = await h.post("/v1/chat/completions", {"messages": MESSAGES})
+        assert headers["x-request-id"] == "one"
+        newest, oldest = await listed(h)
+    assert [newest["id"], oldest["id"]] == [second["id"], first["id"]]
+    assert list(oldest) == KEYS
+    assert (oldest["request_id"], oldest["endpoint"], oldest["state"]) == ("one", "completions", "finished")
+    assert (oldest["prompt_tokens"], oldest["output_tokens"], oldest["cached_tokens"]) == (2, 4, 2)
+    assert 0 <= oldest["ttft_s"] <= oldest["e2e_s"]
+    assert (oldest["finish_reason"], oldest["error"], oldest["attempts"]) == ("stop", None, 1)
+    assert oldest["prefill_worker"] is None
+
+
+@pytest.mark.parametrize("name", ["{id}", "{id}-0", "one/and%252F"])
+async def test_a_request_is_found_by_every_name_that_its_client_knows(name: str) -> None:
+    async with house(saying("abc")) as h:
+        _, body, _ = await h.post("/v1/completions", {"prompt": "xy"}, x_request_id="one/and%2F")
+        path = "/v1/requests/" + name.format(id=body["id"])
+        status, told, _ = await h.request("GET", path + "/timeline")
+        assert (status, told["id"]) == (200, body["id"])
+        assert [event["name"] for event in told["events"]] == ["received", "finished"]
+        assert told["missing"] == []
+        status, summary, _ = await h.request("GET", path)
+        assert (status, list(summary)) == (200, KEYS)
+
+
+async def test_a_refused_request_has_failed_and_a_wrong_one_is_none() -> None:
+    async with house(saying("abc")) as h:
+        await h.post("/v1/completions", {"prompt": "xy", "temperature": 9})
+        h.router.refusal = QueueFull("full")
+        await h.post("/v1/completions", {"prompt": "xy"})
+        (only,) = await listed(h)
+    assert (only["state"], only["error"], only["ttft_s"]) == ("failed", "queue_full: full", None)
+
+
+async def test_old_requests_make_room_and_nothing_of_an_answer_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline, "RECENT", 2)
+    async with house(saying("a")) as h:
+        for name in ("x1", "x2", "x3"):
+            await h.post("/v1/completions", {"prompt": "secret"}, x_request_id=name)
+        stories = h.app.generator.stories
+        await until(lambda: stories.find("x3") is not None)
+        assert stories.find("x1") is None
+        assert [one["request_id"] for one in await listed(h, "?limit=2")] == ["x3", "x2"]
+        found = stories.find("x2")
+        assert found is not None
+        assert found.answer is None
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "x", "1001", "%C2%B2", "99999999999", "1&limit=2"])
+async def test_a_limit_that_is_none_is_refused(limit: str) -> None:
+    async with house(saying("a")) as h:
+        status, body, _ = await h.request("GET", f"/v1/requests?limit={limit}")
+        assert (status, body["error"]["param"]) == (400, "limit")
