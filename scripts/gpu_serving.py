@@ -350,7 +350,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--plan", action="store_true", help="only say what would be measured and how long it takes")
     arguments = parser.parse_args()
-    tiny = arguments.tiny or gpus() < 2
+    tiny = arguments.tiny or (gpus() < 2 and not arguments.plan)
     more = {"apart": tuple(arguments.apart.split()), "both": tuple(arguments.both.split())}
     arguments.out.mkdir(parents=True, exist_ok=True)
     results = Results(arguments.out, arguments.budget)
