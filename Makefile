@@ -37,6 +37,8 @@ format: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed
 	$(BIN)/python -m slipstream.settings > docs/configuration.md
+	$(BIN)/python -m slipstream.telemetry.reference > docs/metrics.md
+	$(BIN)/python deploy/grafana/board.py > deploy/grafana/slipstream.json
 
 clean:
 	rm -rf $(VENV)
