@@ -281,3 +281,10 @@ def test_the_drawing_has_no_class_without_a_colour_on_the_page():
     page = (STATIC / "drawing.css").read_text()
     for name in set(re.findall(r"\.([a-z]+) \{", STYLE)) - {"title", "paper", "rule"}:
         assert f".{name}" in page, name
+
+
+@pytest.mark.parametrize("name", ["light", "dark", "phone"])
+def test_the_pictures_of_the_documents_are_there_and_small(name: str):
+    picture = (ROOT / f"docs/images/dashboard-{name}.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) < 300_000

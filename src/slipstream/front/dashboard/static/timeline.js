@@ -56,9 +56,10 @@ function lanes(room, events) {
 }
 
 function table(events) {
-  const cells = (event) => [seconds(event.start_s), seconds(event.duration_s), event.name, event.where, details(event)];
-  return h("table", {}, h("thead", {}, h("tr", {}, ...["At", "For", "Event", "Where", ""].map((name) => h("th", { scope: "col" }, name)))),
-    h("tbody", {}, ...events.map((event) => h("tr", {}, ...cells(event).map((words, at) => h("td", { class: at < 2 ? "n" : null }, String(words ?? "")))))));
+  const cells = (event) => [seconds(event.start_s), seconds(event.duration_s), event.where];
+  return h("table", {}, h("thead", {}, h("tr", {}, ...["At", "For", "Where", "Event"].map((name) => h("th", { scope: "col" }, name)))),
+    h("tbody", {}, ...events.map((event) => h("tr", {}, ...cells(event).map((words, at) => h("td", { class: at < 2 ? "n" : null }, String(words ?? ""))),
+      h("td", {}, String(event.name), " ", h("span", { class: "muted small" }, details(event)))))));
 }
 
 const details = (event) => Object.entries(event.attributes ?? {}).map(([name, value]) => `${name} ${typeof value === "object" ? JSON.stringify(value) : value}`).join(", ");
