@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 from tests.proc.programs import Server, alive, serving, until
-from tests.proc.test_transfer import Child, Node
+from tests.proc.transfer_child import Node
+from tests.proc.transfer_pair import Child
 from tests.unit.tiny_models import make_plan, new_row, tiny_model
 
 from slipstream.config import EngineConfig, TransferConfig

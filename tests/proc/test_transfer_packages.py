@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from tests.proc.test_transfer import WAIT_S, Child, pair, written_within  # noqa: F401  (pair is a fixture)
+from tests.proc import transfer_pair
+from tests.proc.transfer_pair import Pair, jobs_under_way, joined, written_to
 
 from slipstream.errors import RouteUnavailable
 from slipstream.transfer.transports.base import Exports
@@ -34,32 +32,17 @@ def missing(package: str) -> str:
 PACKAGES = [
     pytest.param(name, marks=pytest.mark.skipif(bool(reason := missing(name)), reason=reason)) for name in MODULES
 ]
-Pair = Callable[..., tuple[Any, Child]]
+every_package = pytest.mark.parametrize("package", PACKAGES)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_random_page_lists_arrive_in_the_other_process(pair: Pair, package: str) -> None:  # noqa: F811
-    here, there = pair(package)
-    there.call("admit", "S", here.exports())
-    assert here.connect("D", there.call("exports")) == [package]
-    rng = np.random.default_rng(3)
-    expected = there.call("read")
-    for xfer in range(40):
-        here.fill(xfer)
-        count = int(rng.integers(1, 65))
-        origin, to = rng.permutation(64)[:count].tolist(), rng.permutation(64)[:count].tolist()
-        here.submit("D", xfer, origin, to)
-        assert here.outcomes(1) == {xfer: None}
-        expected[to] = here.pages[origin]
-        if xfer % 8 == 7:
-            assert np.array_equal(there.call("read"), expected)
+@every_package
+def test_random_page_lists_arrive_in_the_other_process(pair: Pair, package: str) -> None:
+    transfer_pair.random_lists_arrive(pair, package, rounds=40)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_thousands_of_pages_in_many_jobs_arrive(pair: Pair, package: str) -> None:  # noqa: F811
-    here, there = pair(package, pages=6000, layers=1)
-    there.call("admit", "S", here.exports())
-    here.connect("D", there.call("exports"))
+@every_package
+def test_thousands_of_pages_in_many_jobs_arrive(pair: Pair, package: str) -> None:
+    here, there = joined(pair, package, pages=6000, layers=1)
     here.fill(1)
     order = np.random.default_rng(2).permutation(6000)
     here.submit("D", 0, order[:5000].tolist(), order[:5000][::-1].tolist())
@@ -72,42 +55,21 @@ def test_thousands_of_pages_in_many_jobs_arrive(pair: Pair, package: str) -> Non
     assert np.array_equal(found[order[5000:]], here.pages[order[5000:]])
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_both_directions_at_once(pair: Pair, package: str) -> None:  # noqa: F811
-    here, there = pair(package)
-    there.call("admit", "here", here.exports())
-    here.admit("there", there.call("exports"))
-    here.connect("there", there.call("exports"))
-    there.call("connect", "here", here.exports())
-    here.fill(1)
-    there.call("fill", 2)
-    sent, theirs = here.read(), there.call("read")
-    there.ask("submit", "here", 1, list(range(32)), list(range(32, 64)))
-    here.submit("there", 1, list(range(32)), list(range(32, 64)))
-    assert here.outcomes(1) == {1: None}
-    assert there.receive() == (True, None)
-    assert there.call("outcomes", 1) == {1: None}
-    assert np.array_equal(here.pages[32:], theirs[:32])
-    assert np.array_equal(there.call("read")[32:], sent[:32])
+@every_package
+def test_both_directions_at_once(pair: Pair, package: str) -> None:
+    transfer_pair.both_directions_at_once(pair, package)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_stranger_gets_no_landing(pair: Pair, package: str) -> None:  # noqa: F811
+@every_package
+def test_a_stranger_gets_no_landing(pair: Pair, package: str) -> None:
     here, there = pair(package)
     with pytest.raises(RouteUnavailable, match="does not know this worker"):
         here.connect("D", there.call("exports"))
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_source_that_was_cut_off_writes_no_more_and_may_come_back(pair: Pair, package: str) -> None:  # noqa: F811
-    here, there = pair(package, pages=256, layers=64)
-    there.call("admit", "S", here.exports())
-    here.connect("D", there.call("exports"))
-    here.fill(1)
-    order = list(range(256))
-    for xfer in range(40):
-        here.submit("D", xfer, order, order[::-1])
-    assert here.done.get(timeout=WAIT_S) == (0, None)
+@every_package
+def test_a_source_that_was_cut_off_writes_no_more_and_may_come_back(pair: Pair, package: str) -> None:
+    here, there = jobs_under_way(pair, package, 40)
     gone, seconds = there.call("source_gone", "S")
     there.call("zero")
     errors = here.outcomes(39)
@@ -124,11 +86,9 @@ def test_a_source_that_was_cut_off_writes_no_more_and_may_come_back(pair: Pair, 
     assert np.array_equal(there.call("read")[2], here.pages[1])
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_disconnect_returns_when_every_job_is_reported(pair: Pair, package: str) -> None:  # noqa: F811
-    here, there = pair(package, pages=256, layers=64)
-    there.call("admit", "S", here.exports())
-    here.connect("D", there.call("exports"))
+@every_package
+def test_disconnect_returns_when_every_job_is_reported(pair: Pair, package: str) -> None:
+    here, _ = joined(pair, package, pages=256, layers=64)
     order = list(range(256))
     for xfer in range(20):
         here.submit("D", xfer, order, order[::-1])
@@ -136,65 +96,25 @@ def test_disconnect_returns_when_every_job_is_reported(pair: Pair, package: str)
     assert here.done.qsize() == 20
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_destination_killed_in_the_middle_fails_all_jobs_with_a_reason(pair: Pair, package: str) -> None:  # noqa: F811
-    here, there = pair(package, pages=256, layers=64)
-    there.call("admit", "S", here.exports())
-    here.connect("D", there.call("exports"))
-    here.fill(1)
-    order = list(range(256))
-    for xfer in range(200):
-        here.submit("D", xfer, order, order[::-1])
-    assert here.done.get(timeout=WAIT_S) == (0, None)
-    there.kill()
-    killed = time.monotonic()
-    errors = here.outcomes(199)
-    assert time.monotonic() - killed < 10  # seconds at most, of a bound of 3
-    assert errors[199] is not None
-    assert any(word in errors[199] for word in ("has ended", "failed", "refuses"))
-    here.disconnect("D")
-    here.submit("D", 500, [0], [0])
-    assert here.outcomes(1) == {500: "there is no route to D"}
+@every_package
+def test_a_destination_killed_in_the_middle_fails_all_jobs_with_a_reason(pair: Pair, package: str) -> None:
+    transfer_pair.a_killed_destination_fails_all_jobs(pair, package, 200, ("has ended", "failed", "refuses"))
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_source_killed_in_the_middle_is_proven_gone_and_writes_no_more(pair: Pair, package: str) -> None:  # noqa: F811
-    here, there = pair(package, pages=256, layers=64)
-    here.admit("S", there.call("exports"))
-    there.call("connect", "D", here.exports())
-    there.call("fill", 1)
-    there.ask("write_for_ever", "D")
-    written_within(here)
-    there.kill()
-    gone, _ = here.source_gone("S")
-    assert gone
-    here.pages[:] = 0  # reused at once
-    time.sleep(0.3)
-    assert not here.pages.any()
+@every_package
+def test_a_source_killed_in_the_middle_is_proven_gone_and_writes_no_more(pair: Pair, package: str) -> None:
+    transfer_pair.a_killed_source_is_proven_gone(pair, package)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_stopped_source_is_not_proven_gone_until_it_is(pair: Pair, package: str) -> None:  # noqa: F811
-    here, there = pair(package, pages=256, layers=64)
-    here.admit("S", there.call("exports"))
-    there.call("connect", "D", here.exports())
-    there.call("fill", 1)
-    there.ask("write_for_ever", "D")
-    written_within(here)
-    there.stop()
-    with ThreadPoolExecutor(1) as pool:
-        gone = pool.submit(here.source_gone, "S")
-        wait([gone], 0.3)
-        assert not gone.done()  # it may stand in the middle of a write into our memory
-        there.kill()
-        assert gone.result(WAIT_S)[0]
-    here.pages[:] = 0
-    time.sleep(0.2)
-    assert not here.pages.any()
+@every_package
+def test_a_stopped_source_is_not_proven_gone_until_it_is(pair: Pair, package: str) -> None:
+    here, there = written_to(pair, package)
+    transfer_pair.a_stopped_source_is_waited_for(here, there, there.kill)
+    transfer_pair.assert_stays_empty(here)
 
 
 @pytest.mark.parametrize("package", [name for name in MODULES if missing(name)])
-def test_a_package_that_is_not_installed_is_a_reason(pair: Pair, package: str) -> None:  # noqa: F811
+def test_a_package_that_is_not_installed_is_a_reason(pair: Pair, package: str) -> None:
     here, _ = pair("shm")
     exports = msgspec.msgpack.decode(here.exports(), type=Exports)
     asked = pair(package)[0]
