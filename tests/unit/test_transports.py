@@ -7,11 +7,11 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 import pytest
+from tests.unit.transfer_sides import WAIT_S, Outcomes, Side, join, many_jobs_end_once_each
 
 from slipstream.config import TransferConfig
 from slipstream.errors import PeerLost, RouteUnavailable
@@ -27,31 +27,6 @@ from slipstream.transfer.transports.tcp_frames import ANSWER, GREETING, MAGIC, P
 
 LAYOUT = KVLayout(page_tokens=4, layers=3, kv_heads=2, head_dim=32, dtype="float32", total_kv_heads=2)
 REAL = ("local", "shm", "tcp")
-WAIT_S = 30.0
-
-
-@dataclass
-class Side:
-    """One agent with its pool and what its jobs came to."""
-
-    pool: HostPool
-    agent: TransferAgent
-    done: queue.Queue[tuple[CopyJob, str | None]] = field(default_factory=queue.Queue)
-
-    @property
-    def exports(self) -> Exports:
-        return self.agent.exports()
-
-    @property
-    def pages(self) -> np.ndarray:
-        """[pages, page_bytes]"""
-        layout = self.agent.layout
-        return self.pool.array[: self.pool.pages * layout.page_bytes].reshape(self.pool.pages, layout.page_bytes)
-
-    def outcomes(self, count: int) -> dict[int, str | None]:
-        """Of the next `count` jobs, by transfer number."""
-        found = [self.done.get(timeout=WAIT_S) for _ in range(count)]
-        return {job.xfer: error for job, error in found}
 
 
 Make = Callable[..., Side]
@@ -64,7 +39,7 @@ def make() -> Iterator[Make]:
 
     def side(transport: str = "auto", *, pages: int = 64, layout: KVLayout = LAYOUT, **settings: object) -> Side:
         pool = HostPool.allocate(layout, pages, 64 << 10)
-        done: queue.Queue[tuple[CopyJob, str | None]] = queue.Queue()
+        done: Outcomes = queue.Queue()
         agent = TransferAgent(
             pool.region,
             layout,
@@ -73,22 +48,12 @@ def make() -> Iterator[Make]:
             neighbours=neighbours,
             **settings,  # type: ignore[arg-type]
         )
-        sides.append(Side(pool, agent, done))
+        sides.append(Side(agent, pool, pool.array, pages, done=done))
         return sides[-1]
 
     yield side
     for one in sides:
-        one.agent.close()
-        one.pool.close()
-
-
-def join(source: Side, destination: Side, name: str = "D") -> None:
-    destination.agent.admit("S", [source.exports])
-    source.agent.connect(name, [destination.exports])
-
-
-def fill(side: Side, seed: int) -> None:
-    side.pages[:] = np.random.default_rng(seed).integers(1, 256, side.pages.shape, dtype=np.uint8)
+        one.release()
 
 
 @pytest.mark.parametrize("transport", [*REAL, "fake"])
@@ -98,7 +63,7 @@ def test_random_page_lists_arrive_and_nothing_else_changes(make: Make, transport
     rng = np.random.default_rng(5)
     expected = destination.pages.copy()
     for xfer in range(60):
-        fill(source, xfer)
+        source.fill(xfer)
         count = int(rng.integers(0, 65))
         origin, to = rng.permutation(64)[:count], rng.permutation(64)[:count]
         source.agent.submit(CopyJob("D", xfer, origin, to))
@@ -113,18 +78,7 @@ def test_random_page_lists_arrive_and_nothing_else_changes(make: Make, transport
 
 @pytest.mark.parametrize("transport", REAL)
 def test_many_jobs_in_flight_end_once_each(make: Make, transport: str) -> None:
-    source, destination = make(transport, pages=512), make("auto", pages=512)
-    join(source, destination)
-    fill(source, 1)
-    order = np.random.default_rng(2).permutation(512)
-    for xfer in range(128):
-        part = order[4 * xfer : 4 * xfer + 4]
-        source.agent.submit(CopyJob("D", xfer, part, part[::-1]))
-    assert source.outcomes(128) == dict.fromkeys(range(128))
-    for xfer in range(128):
-        part = order[4 * xfer : 4 * xfer + 4]
-        assert np.array_equal(destination.pages[part[::-1]], source.pages[part])
-    assert source.done.empty()
+    many_jobs_end_once_each(make(transport, pages=512), make("auto", pages=512), jobs=128)
 
 
 @pytest.mark.parametrize("transport", REAL)
@@ -132,7 +86,7 @@ def test_large_and_small_runs_in_one_copy_arrive(make: Make, transport: str) -> 
     layout = msgspec.structs.replace(LAYOUT, page_tokens=1, layers=1, head_dim=8)  # 128 bytes a page
     source, destination = make(transport, pages=80_000, layout=layout), make("auto", pages=80_000, layout=layout)
     join(source, destination)
-    fill(source, 3)
+    source.fill(3)
     scattered = np.random.default_rng(4).permutation(8_000)
     origin = np.concatenate((np.arange(8_000), np.arange(8_000, 80_000)))
     to = np.concatenate((scattered, np.arange(8_000, 80_000)))
@@ -182,13 +136,13 @@ def test_a_run_out_of_bounds_is_refused_and_writes_nothing(
     source, destination = make(transport), make("auto")
     join(source, destination)
     route = source.agent.connect("D", [destination.exports])[0]
-    fill(source, 1)
-    before = destination.pool.array.copy()
+    source.fill(1)
+    before = destination.view.copy()
     good = (0, 0, 4096)
     runs = Runs(*(np.array(column, np.int64) for column in zip(good, run, strict=True)))
     with pytest.raises(ValueError, match="leaves the"):
         source.agent.time_writes(route, runs, 1).result(WAIT_S)
-    assert np.array_equal(destination.pool.array, before)
+    assert np.array_equal(destination.view, before)
 
 
 def test_pages_that_do_not_exist_fail_the_job_and_not_the_probe_area(make: Make) -> None:
@@ -201,7 +155,7 @@ def test_pages_that_do_not_exist_fail_the_job_and_not_the_probe_area(make: Make)
     assert errors[1] == "destination page 32 does not exist; the pool has 32 pages"
     assert errors[2] == "source page 64 does not exist; the pool has 64 pages"
     assert errors[3] == "destination page 0 is named twice"
-    assert not destination.pool.array.any()
+    assert not destination.view.any()
 
 
 def test_a_job_for_an_unknown_peer_says_so(make: Make) -> None:
@@ -236,7 +190,7 @@ def test_a_source_that_was_cut_off_is_proven_gone_and_may_be_admitted_again(make
     assert source.outcomes(1)[1] is not None
     source.agent.disconnect("D")
     join(source, destination)
-    fill(source, 1)
+    source.fill(1)
     while True:
         source.agent.submit(CopyJob("D", 2, [0], [1]))
         if source.outcomes(1)[2] is None:
@@ -250,7 +204,7 @@ def test_cutting_a_source_off_in_the_middle_fails_its_jobs_and_ends_its_writes(m
     layout = msgspec.structs.replace(LAYOUT, layers=64)
     source, destination = make(transport, pages=512, layout=layout), make("auto", pages=512, layout=layout)
     join(source, destination)
-    fill(source, 1)
+    source.fill(1)
     order = np.random.default_rng(1).permutation(512)
     for xfer in range(40):
         source.agent.submit(CopyJob("D", xfer, order, order))
@@ -297,7 +251,7 @@ def test_one_lost_peer_leaves_the_others_alone(make: Make, transport: str) -> No
     source.agent.connect("gone", [gone.exports])
     source.agent.connect("stays", [stays.exports])
     gone.agent.close()
-    fill(source, 1)
+    source.fill(1)
     source.agent.submit(CopyJob("stays", 1, [3], [4]))
     assert source.outcomes(1) == {1: None}
     assert np.array_equal(stays.pages[4], source.pages[3])
@@ -316,7 +270,7 @@ def test_agents_leave_no_thread_and_no_descriptor_behind(make: Make) -> None:
             join(side, destination)
         for side in [*sides, destination]:
             side.agent.close()
-            side.pool.close()
+            side.memory.close()
 
     round_trip()
     threads, fds = threading.active_count(), descriptors()
@@ -348,12 +302,12 @@ def ended(sock: socket.socket) -> bool:
 def test_the_tcp_listener_ends_connections_that_send_garbage_and_serves_on(make: Make) -> None:
     source, destination = make("tcp"), make("auto")
     address = (listening(destination).host, listening(destination).port)
-    before = destination.pool.array.copy()
+    before = destination.view.copy()
     for garbage in (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"x" * 64, b"\xff" * 4096, os.urandom(1 << 16)):
         with socket.create_connection(address, WAIT_S) as sock:
             sock.sendall(garbage)
             assert ended(sock)
-    assert np.array_equal(destination.pool.array, before)
+    assert np.array_equal(destination.view, before)
     join(source, destination)
 
 
@@ -400,7 +354,7 @@ def test_the_tcp_receiver_checks_the_bounds_of_an_admitted_sender(
     destination = make("auto")
     destination.agent.admit("S", [msgspec.structs.replace(destination.exports, agent="me")])
     peer = listening(destination)
-    before = destination.pool.array.copy()
+    before = destination.view.copy()
     with socket.create_connection((peer.host, peer.port), WAIT_S) as sock:
         sock.sendall(GREETING.pack(MAGIC, peer.token, 2) + b"me")
         assert sock.recv(len(MAGIC), socket.MSG_WAITALL) == MAGIC
@@ -409,7 +363,7 @@ def test_the_tcp_receiver_checks_the_bounds_of_an_admitted_sender(
         assert sequence == 77
         assert b"does not fit this pool" in sock.recv(size, socket.MSG_WAITALL)
         assert ended(sock)
-    assert np.array_equal(destination.pool.array, before)
+    assert np.array_equal(destination.view, before)
     assert destination.agent.source_gone("S")
 
 

@@ -15,13 +15,13 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from tests.unit.device_queue import QueueDevice, is_out_of_reach
+from tests.unit.transfer_sides import WAIT_S, Outcomes, Side, join, many_jobs_end_once_each
 
 from slipstream.config import TransferConfig
 from slipstream.errors import RouteUnavailable
@@ -31,7 +31,7 @@ from slipstream.transfer.agent import CopyJob, TransferAgent
 from slipstream.transfer.cuda.memory import DeviceMemory
 from slipstream.transfer.cuda.runtime import CudaError
 from slipstream.transfer.staging import Staging, cpu_list, running_on
-from slipstream.transfer.transports.base import Context, Exports, Runs, Transport
+from slipstream.transfer.transports.base import Context, Runs, Transport
 from slipstream.transfer.transports.door import Address, knock
 from slipstream.transfer.transports.shm import ShmAddress, ShmTransport
 from slipstream.transfer.transports.shm_ring import EMPTIED, FILLED, RingShape
@@ -43,31 +43,6 @@ SMALL = RingShape(slots=3, slot_bytes=4 * 4096, runs=64)
 KINDS = [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")]
 INTO_A_GPU = [kinds for kinds in KINDS if kinds[1] == "cuda"]
 TRANSPORTS = ("shm", "tcp")
-WAIT_S = 30.0
-
-
-@dataclass
-class Side:
-    """One agent, its pool on a device or not, and what its jobs came to."""
-
-    agent: TransferAgent
-    memory: Any
-    view: np.ndarray
-    count: int
-    device: QueueDevice | None = None
-    done: queue.Queue[tuple[CopyJob, str | None]] = field(default_factory=queue.Queue)
-
-    @property
-    def exports(self) -> Exports:
-        return self.agent.exports()
-
-    @property
-    def pages(self) -> np.ndarray:
-        return self.view[: self.count * PAGE].reshape(self.count, PAGE)
-
-    def outcomes(self, count: int) -> dict[int, str | None]:
-        found = [self.done.get(timeout=WAIT_S) for _ in range(count)]
-        return {job.xfer: error for job, error in found}
 
 
 Make = Callable[..., Side]
@@ -95,7 +70,7 @@ def make() -> Iterator[Make]:
             )
             return {transport: made}, {}
 
-        done: queue.Queue[tuple[CopyJob, str | None]] = queue.Queue()
+        done: Outcomes = queue.Queue()
         agent = TransferAgent(
             memory.region,
             LAYOUT,
@@ -109,19 +84,7 @@ def make() -> Iterator[Make]:
 
     yield side
     for one in sides:
-        if one.device:
-            one.device.go.set()
-        one.agent.close()
-        one.memory.close()
-
-
-def join(source: Side, destination: Side, name: str = "D") -> Any:
-    destination.agent.admit("S", [source.exports])
-    return source.agent.connect(name, [destination.exports])[0]
-
-
-def fill(side: Side, seed: int) -> None:
-    side.pages[:] = np.random.default_rng(seed).integers(1, 256, side.pages.shape, dtype=np.uint8)
+        one.release()
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -145,10 +108,10 @@ def test_random_page_lists_arrive_and_nothing_else_changes(make: Make, transport
     source, destination = make(kinds[0], transport), make(kinds[1], transport)
     assert join(source, destination).transport == transport
     rng = np.random.default_rng(5)
-    fill(destination, 1)
+    destination.fill(1)
     expected = destination.view.copy()
     for xfer in range(12):
-        fill(source, 100 + xfer)
+        source.fill(100 + xfer)
         count = int(rng.integers(1, 65))
         origin, to = rng.permutation(64)[:count], rng.permutation(64)[:count]
         source.agent.submit(CopyJob("D", xfer, origin, to))
@@ -161,17 +124,7 @@ def test_random_page_lists_arrive_and_nothing_else_changes(make: Make, transport
 @pytest.mark.parametrize("kinds", KINDS, ids="-".join)
 def test_many_jobs_in_flight_end_once_each(make: Make, transport: str, kinds: tuple[str, str]) -> None:
     source, destination = (make(kind, transport, pages=256) for kind in kinds)
-    join(source, destination)
-    fill(source, 1)
-    order = np.random.default_rng(2).permutation(256)
-    for xfer in range(64):
-        part = order[4 * xfer : 4 * xfer + 4]
-        source.agent.submit(CopyJob("D", xfer, part, part[::-1]))
-    assert source.outcomes(64) == dict.fromkeys(range(64))
-    for xfer in range(64):
-        part = order[4 * xfer : 4 * xfer + 4]
-        assert np.array_equal(destination.pages[part[::-1]], source.pages[part])
-    assert source.done.empty()
+    many_jobs_end_once_each(source, destination, jobs=64)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -181,7 +134,7 @@ def test_a_job_is_done_only_when_the_destinations_copy_has_ended(
 ) -> None:
     source, destination = make(kinds[0], transport), make(kinds[1], transport)
     join(source, destination)
-    fill(source, 1)
+    source.fill(1)
     assert destination.device is not None
     destination.device.go.clear()
     source.agent.submit(CopyJob("D", 1, [3], [4]))
@@ -197,7 +150,7 @@ def test_a_job_is_done_only_when_the_destinations_copy_has_ended(
 def test_a_copy_waits_for_the_event_before_it(make: Make, transport: str) -> None:
     source, destination = make("cuda", transport), make("cuda", transport)
     join(source, destination)
-    fill(source, 1)
+    source.fill(1)
     assert source.device is not None
     event = source.device.event()
     source.agent.submit(CopyJob("D", 1, [3], [4], after=event))
@@ -214,7 +167,7 @@ def test_a_copy_waits_for_the_event_before_it(make: Make, transport: str) -> Non
 def test_a_run_out_of_bounds_is_refused_and_writes_nothing(make: Make, transport: str, kinds: tuple[str, str]) -> None:
     source, destination = make(kinds[0], transport), make(kinds[1], transport)
     route = join(source, destination)
-    fill(source, 1)
+    source.fill(1)
     for run in [(0, 1 << 40, 8), (1 << 40, 0, 8), (-8, 0, 8), (0, -8, 8), (0, 0, 0)]:
         runs = Runs(*(np.array(column, np.int64) for column in zip((0, 0, 4096), run, strict=True)))
         with pytest.raises(ValueError, match="leaves the"):
@@ -227,7 +180,7 @@ def test_a_run_out_of_bounds_is_refused_and_writes_nothing(make: Make, transport
 def test_runs_of_any_length_and_place_arrive(make: Make, transport: str, kinds: tuple[str, str]) -> None:
     source, destination = make(kinds[0], transport), make(kinds[1], transport)
     route = join(source, destination)
-    fill(source, 1)
+    source.fill(1)
     rng = np.random.default_rng(8)
     length = rng.integers(1, 3000, 40)
     length[7] = 50_000  # more than a slot
@@ -259,7 +212,7 @@ def test_cutting_a_source_off_in_the_middle_fails_its_jobs_and_ends_its_writes(
 ) -> None:
     source, destination = (make(kind, transport, pages=256) for kind in kinds)
     join(source, destination)
-    fill(source, 1)
+    source.fill(1)
     submit_all(source, 20)
     wait_until(lambda: bool(destination.pages.any()))
     assert destination.agent.source_gone("S")
@@ -279,7 +232,7 @@ def test_cut_off_waits_for_copies_that_the_device_has_not_done(
 ) -> None:
     source, destination = (make(kind, transport) for kind in kinds)
     join(source, destination)
-    fill(source, 1)
+    source.fill(1)
     assert destination.device is not None
     destination.device.go.clear()
     source.agent.submit(CopyJob("D", 1, [3], [4]))
