@@ -60,6 +60,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     version: str
     tp_size: int = 1
     token_bytes: int = 0  # KV of one token on one rank
+    attention: str = ""  # backend of rank 0
 
 
 class Hello(Message):

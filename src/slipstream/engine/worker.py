@@ -174,7 +174,7 @@ class Worker:
         if team is not None:
             team.ready()
             ranks += team.ranks
-        self._info = self._describe(opened, pool.region.pages, max_model_len, names, server)
+        self._info = self._describe(opened, pool.region.pages, max_model_len, names, server, runner.attention)
         self._metrics.identify(self._info)
         self._metrics.failed = lambda: (loop.failed_steps, loop.failed_events)
         server.watcher = self._watcher
@@ -256,7 +256,13 @@ class Worker:
             self._failed(error)
 
     def _describe(
-        self, opened: OpenedModel, pages: int, max_model_len: int, devices: list[str], server: WorkerServer
+        self,
+        opened: OpenedModel,
+        pages: int,
+        max_model_len: int,
+        devices: list[str],
+        server: WorkerServer,
+        attention: str,
     ) -> WorkerInfo:
         config = self._worker
         host = advertised(config.host)
@@ -279,6 +285,7 @@ class Worker:
             devices=devices,
             tp_size=self._engine.tp,
             token_bytes=opened.layout.token_bytes,
+            attention=attention,
             pid=os.getpid(),
             host=socket.gethostname(),
             version=__version__,

@@ -19,6 +19,8 @@ from slipstream.ranks.team import RankLost, Team
 class Runner(Protocol):
     @property
     def depth(self) -> int: ...
+    @property
+    def attention(self) -> str: ...
     def launch(self, plan: StepPlan) -> None: ...
     def collect(self) -> StepOutcome: ...
 
@@ -43,6 +45,10 @@ class LeadRunner:
     @property
     def depth(self) -> int:
         return self._runner.depth
+
+    @property
+    def attention(self) -> str:
+        return self._runner.attention
 
     def launch(self, plan: StepPlan) -> None:
         error = self._broken or self._team.lost

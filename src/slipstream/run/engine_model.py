@@ -148,9 +148,15 @@ class OpenedModel:
             from slipstream.run.cuda.runner import CudaRunner, why_not
 
             reason = why_not(self.model, self.layout)
+            wanted = self.engine.attention_backend
+            if reason and wanted not in ("auto", "torch"):
+                raise ConfigError(f"attention backend {wanted!r} cannot be used: {reason}.")
+            if wanted == "torch":
+                reason = "attention backend 'torch' was asked for"
             if not reason:
                 max_pages = self.layout.pages_for(self.max_model_len(memory.numel() // self.layout.page_bytes))
                 runner = CudaRunner(self.model, self.layout, memory, max_sequences, max_pages)
+                runner.settle(wanted)
                 runner.warm_up(max_pages)
                 return runner
             logger.warning("steps run in plain torch, many times slower than with kernels: %s", reason)
@@ -172,6 +178,11 @@ def open_model(engine: EngineConfig, progress: Progress | None = None, *, rank: 
     files = locate(engine.model, need_weights=not dummy)
     config = read_config(files)
     refuse_indivisible(config, engine.tp)
+    if placement.device.type == "cpu" and engine.attention_backend not in ("auto", "torch"):
+        raise ConfigError(
+            f"attention backend {engine.attention_backend!r} needs an NVIDIA GPU, and this worker computes on a CPU; "
+            "give --attention-backend auto or torch, or another --device."
+        )
     kv_dtype = placement.dtype_name if engine.kv_dtype == "auto" else engine.kv_dtype
     layout = config.layout(engine.page_tokens, kv_dtype, engine.tp, rank)
     if placement.threads:

@@ -38,6 +38,7 @@ class Runner:
     """
 
     depth = 1
+    attention = "torch"  # the backend, for people
 
     def __init__(self, model: Llama, layout: KVLayout, memory: Tensor, max_sequences: int, *, threads: int = 0) -> None:
         self.model, self.layout = model, layout

@@ -107,6 +107,15 @@ class DecodeInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class HostChunks:
+    """The chunks of a step on the host, for schedules that are made there."""
+
+    query_start: IntArray  # [chunks + 1] within the chunk tokens
+    lengths: IntArray  # [chunks]
+    tables: IntArray  # [chunks, width]
+
+
+@dataclass(frozen=True, slots=True)
 class MixedColumns:
     """A step of `decodes` sequences with one new token each, first, and of chunks of prompts behind them."""
 
@@ -123,6 +132,7 @@ class MixedColumns:
     longest: int  # new tokens of the longest chunk; 0 when there is none
     longest_context: int  # and all tokens of the longest sequence with a chunk
     laid_out: int  # rows of all sequences with chunks, each rounded up to ROW_BLOCK
+    chunks: HostChunks
 
 
 class MixedInputs:
@@ -165,6 +175,7 @@ class MixedInputs:
             longest=int(chunk_counts.max(initial=0)),
             longest_context=int(contexts.max(initial=0)),
             laid_out=int(ends[-1]) if len(ends) else 0,
+            chunks=HostChunks(plan.query_start[decodes:] - decodes, contexts, plan.block_tables[decodes:]),
         )
 
     def _send(self, columns: list[IntArray]) -> list[Tensor]:

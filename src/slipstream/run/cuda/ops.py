@@ -53,6 +53,12 @@ class Ops(Protocol):
         ...
 
 
+class PromptAttention(Protocol):
+    """Attention of chunks of prompts whose queries are rotated and whose keys and values are in the pool already."""
+
+    def __call__(self, layer: int, qkv: Tensor, out: Tensor, step: MixedColumns) -> Tensor: ...
+
+
 def decode_shape(pairs: int) -> tuple[int, int, int]:
     """(programs that share the context of one sequence and KV head, tokens they take at a time, warps of each), for
     `pairs` of these.
@@ -89,6 +95,7 @@ class TritonOps:
 
         self.config, self.pool, self.rotary = config, pool, rotary
         self.streams = pool.dtype != torch.float16  # there x * gain could overflow
+        self.prompts: PromptAttention | None = None  # instead of the kernels here
         self._kernels: Any = kernels
         self._attention: Any = attention_kernels
         self._pdl: dict[str, Any] = {"PDL": pdl, "launch_pdl": True} if pdl else {"PDL": False}
@@ -271,6 +278,8 @@ class TritonOps:
             QK_NORM=normed,
             num_warps=4,
         )
+        if self.prompts is not None:
+            return self.prompts(layer.index, qkv, out, step)
         if self._gathers and step.laid_out <= self._room_laid_out:
             return self._attend_gathered(keys, qkv, out, step)
         return self._attend_paged(keys, qkv, out, step)

@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipstream.config import AttentionBackend
 from slipstream.engine.plan import FROM_DEVICE, IntArray, StepOutcome, StepPlan
 from slipstream.kv.layout import KVLayout
 from slipstream.model.llama import Llama
@@ -73,6 +74,7 @@ class CudaRunner(Runner):
     """
 
     depth = 2
+    attention = "triton"
 
     def __init__(
         self,
@@ -104,6 +106,15 @@ class CudaRunner(Runner):
             self._mixed = MixedInputs(layout.page_tokens, device)
             sizes = graph_sizes(max_sequences) if capture else []
             self._graphs = DecodeGraphs(model, ops, self._tokens, self._last, sizes, max_sequences, max_pages)
+            self._sync()
+
+    def settle(self, wanted: AttentionBackend) -> None:
+        """Decides about attention, before the first step. Raises ConfigError when `wanted` cannot be obeyed."""
+        from slipstream.run.cuda.backends import settle
+
+        assert isinstance(self._ops, TritonOps)
+        with torch.inference_mode(), self._on_stream():
+            self.attention = settle(wanted, self._ops, self.model)
             self._sync()
 
     def warm_up(self, max_pages: int) -> None:
