@@ -1,7 +1,7 @@
 """Measures the front alone: streamed tokens per second and processor time a chunk, and the delay it adds.
 
-    python bench/front.py                       400 streams as fast as they go, then at paced rates
-    python bench/front.py --streams 100 --rates 5000,20000
+    python -m bench.front                       400 streams as fast as they go, then at paced rates
+    python -m bench.front --streams 100 --rates 5000,20000
 
 This process holds the front (uvicorn, uvloop) and a router that makes tokens up: one call of each sink for a token, in
 steps like those of an engine, so that all streams have their tokens at once. A second process opens the streams over
@@ -28,11 +28,11 @@ from multiprocessing.connection import Connection
 from typing import Any, cast
 
 import uvloop
+from tests.unit.scripted import ScriptedRouter, Stage
 
 from slipstream.config import FrontConfig
 from slipstream.front.app import create_app
 from slipstream.front.backend import Sink
-from slipstream.front.scripted import ScriptedRouter, Stage
 from slipstream.front.server import serve
 from slipstream.front.service import TokenizerService
 from slipstream.front.tokenizer import load_tokenizer

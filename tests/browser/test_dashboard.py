@@ -29,10 +29,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.browser.chromium import Browser, Page, browser, installed
 from tests.proc.programs import Program, Server, serving
 from tests.unit.front_house import house, saying
+from tests.unit.scripted import ScriptedRouter
 from tests.unit.tiny_models import tiny_model
 
 from slipstream.config import FrontConfig
-from slipstream.front.scripted import ScriptedRouter
 
 pytestmark = [
     pytest.mark.timeout(240),

@@ -11,10 +11,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import openai
+from tests.unit.scripted import ScriptedRouter, Stage, byte_tokenizer
 
 from slipstream.config import FrontConfig
 from slipstream.front.app import FrontApp, create_app
-from slipstream.front.scripted import ScriptedRouter, Stage, byte_tokenizer
 from slipstream.front.server import running
 from slipstream.front.service import TokenizerService
 

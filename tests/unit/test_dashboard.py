@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.front_house import MESSAGES, House, house, saying, until
+from tests.unit.scripted import ScriptedRouter
 
 from slipstream.config import FrontConfig
 from slipstream.front.dashboard import handlers, watch
 from slipstream.front.dashboard.figures import Samples, quantile
 from slipstream.front.dashboard.snapshot import encode, overlay
 from slipstream.front.dashboard.watch import FRONT_NAMES, WORKER_NAMES, History
-from slipstream.front.scripted import ScriptedRouter
 
 ROOT = Path(__file__).parents[2]
 STATIC = ROOT / "src/slipstream/front/dashboard/static"

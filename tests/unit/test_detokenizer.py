@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.scripted import byte_tokenizer
 
 from slipstream.front.detokenizer import Detokenizer
-from slipstream.front.scripted import byte_tokenizer
 from slipstream.front.tokenizer import Tokenizer
 
 TOKENIZER = byte_tokenizer()

@@ -7,11 +7,11 @@ import asyncio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.unit.front_house import MESSAGES, House, house, saying, until
+from tests.unit.scripted import ScriptedCard, ScriptedRouter, byte_tokenizer
 
 from slipstream.config import FrontConfig
 from slipstream.errors import ModelError, NoWorkers
 from slipstream.front.app import create_app
-from slipstream.front.scripted import ScriptedCard, ScriptedRouter, byte_tokenizer
 from slipstream.front.server import running
 from slipstream.front.service import TokenizerService
 from slipstream.version import __version__

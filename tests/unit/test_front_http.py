@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 from tests.unit.front_house import EOS, MESSAGES, house, saying
+from tests.unit.scripted import ScriptedRouter, Stage, byte_tokenizer
 
 from slipstream.config import FrontConfig
 from slipstream.errors import EngineFailure, NoWorkers, QueueFull
@@ -16,7 +17,6 @@ from slipstream.front.answer import Answer
 from slipstream.front.ask import Telling
 from slipstream.front.metrics import FrontMetrics
 from slipstream.front.record import LINES_A_SECOND, Record
-from slipstream.front.scripted import ScriptedRouter, Stage, byte_tokenizer
 from slipstream.front.shapes import CompletionShape
 from slipstream.types import Logprob
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.unit.scripted import ScriptedRouter, byte_tokenizer
 
 from slipstream.errors import ContextTooLong, InvalidRequest
 from slipstream.front.app import create_app
@@ -26,7 +27,6 @@ from slipstream.front.schema import (
     allowed,
     explain,
 )
-from slipstream.front.scripted import ScriptedRouter, byte_tokenizer
 from slipstream.front.service import TokenizerService
 from slipstream.types import SamplingParams
 

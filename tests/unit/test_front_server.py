@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from tests.unit.front_house import MESSAGES, House, house, until
+from tests.unit.scripted import ScriptedRouter, Stage, byte_tokenizer
 
 from slipstream.config import FrontConfig
 from slipstream.errors import ConfigError
 from slipstream.front.app import create_app
-from slipstream.front.scripted import ScriptedRouter, Stage, byte_tokenizer
 from slipstream.front.server import running, serve
 from slipstream.front.service import TokenizerService
 from slipstream.listen import listen
@@ -23,7 +23,7 @@ PROGRAM = """
 import asyncio, sys
 from slipstream.config import FrontConfig
 from slipstream.front.app import create_app
-from slipstream.front.scripted import ScriptedRouter, byte_tokenizer
+from tests.unit.scripted import ScriptedRouter, byte_tokenizer
 from slipstream.front.server import serve
 from slipstream.listen import listen
 from slipstream.front.service import TokenizerService

@@ -9,9 +9,9 @@ from typing import Any
 import openai
 import pytest
 from tests.unit.front_house import EOS, MESSAGES, House, house, saying, until
+from tests.unit.scripted import Stage
 
 from slipstream.errors import EngineFailure, WorkerLost
-from slipstream.front.scripted import Stage
 from slipstream.types import Logprob
 
 CHAT = {"messages": MESSAGES}

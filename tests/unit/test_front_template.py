@@ -6,9 +6,9 @@ from datetime import datetime
 from typing import Any
 
 import pytest
+from tests.unit.scripted import CHATML
 
 from slipstream.errors import InvalidRequest, ModelError
-from slipstream.front.scripted import CHATML
 from slipstream.front.template import ChatTemplate
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from tests.unit.scripted import CHATML, byte_tokenizer
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Encoder
 
 from slipstream.errors import InvalidRequest, ModelError
 from slipstream.front import tokenizer_gguf
-from slipstream.front.scripted import CHATML, byte_tokenizer
 from slipstream.front.tokenizer import (
     Tokenizer,
     byte_of_symbol,
