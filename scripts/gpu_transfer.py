@@ -28,17 +28,8 @@ from slipstream.transfer.cuda.plan import CopyCosts
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
 STEPS = (
-    "tests",
-    "kernel",
-    "engine",
-    "wakes",
-    "interference",
-    "staging",
-    "table",
-    "flight",
-    "handoff",
-    "write",
-    "peers",
+    *("tests", "kernel", "engine", "wakes", "interference", "staging", "table", "flight", "handoff", "write", "peers"),
+    "packages",
 )
 PEERS = "raw,cuda_ipc,nixl-best,nixl-sgl,mooncake"
 TRANSPORTS = "shm,tcp,transport-nixl,transport-mooncake"

@@ -88,6 +88,7 @@ class NullRunner:
     """Computes nothing; see `engine.loop.Runner`."""
 
     depth = 1
+    attention = "none"
 
     def __init__(self, diary: Diary, compute_s: float) -> None:
         self._diary, self._compute_s = diary, compute_s
@@ -118,6 +119,7 @@ class NullRunner:
 class NoModel:
     """What a worker asks of an opened model."""
 
+    engine: EngineConfig
     options: HandoffOptions
     diary: Diary
     served_name: str = "bench"
@@ -224,7 +226,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     diary = Diary()
     worker_module.TransferAgent = noting(diary)  # type: ignore[assignment,misc]
-    worker_module.open_model = lambda *arguments, **named: NoModel(options, diary)  # type: ignore[assignment]
+    worker_module.open_model = lambda engine, *rest, **named: NoModel(engine, options, diary)  # type: ignore[assignment]
     worker = HandoffWorker(options, diary)
     worker.start()
     if options.awake and options.memory != "cpu":

@@ -48,9 +48,10 @@ def survey(runs: Runs, source_bytes: int, destination_bytes: int, second: Execut
         raise ValueError("a batch without runs")
     length = _common_length(runs.length)
     bits = length or int(np.bitwise_or.reduce(runs.length))
-    arguments = (runs.destination, runs.length, length, destination_bytes)
+    block = count if second else _BLOCK  # two threads that come back for each block would wait for each other
+    arguments = (runs.destination, runs.length, length, destination_bytes, block)
     other = second.submit(_look, *arguments) if second else None
-    looks = [_look(runs.source, runs.length, length, source_bytes)]
+    looks = [_look(runs.source, runs.length, length, source_bytes, block)]
     looks.append(other.result() if other else _look(*arguments))
     for side, offsets, size, (inside, seen) in (
         ("source", runs.source, source_bytes, looks[0]),
@@ -71,11 +72,11 @@ def _common_length(length: NDArray[np.int64]) -> int:
     return 0
 
 
-def _look(offsets: NDArray[np.int64], length: NDArray[np.int64], common: int, size: int) -> tuple[bool, int]:
+def _look(offsets: NDArray[np.int64], length: NDArray[np.int64], common: int, size: int, step: int) -> tuple[bool, int]:
     """(whether all runs are inside [0, size), the OR of all offsets)."""
     bits = 0
-    for start in range(0, len(offsets), _BLOCK):
-        block = offsets[start : start + _BLOCK]
+    for start in range(0, len(offsets), step):
+        block = offsets[start : start + step]
         seen = int(np.bitwise_or.reduce(block))
         bits |= seen
         if common:
@@ -83,7 +84,7 @@ def _look(offsets: NDArray[np.int64], length: NDArray[np.int64], common: int, si
             if not 0 <= seen <= size - common and (size < common or int(block.view(np.uint64).max()) > size - common):
                 return False, 0
         else:
-            lengths = length[start : start + _BLOCK]
+            lengths = length[start : start + step]
             if int(lengths.min()) <= 0 or int(block.min()) < 0 or bool((lengths > size - block).any()):
                 return False, 0
     return True, bits

@@ -18,7 +18,8 @@ from typing import Any
 from slipstream.errors import ConfigError, MissingExtra, TransferError
 
 _NOT_READY = 600  # cudaErrorNotReady
-_BATCH_AT_ONCE = 4096  # copies a cudaMemcpyBatchAsync call: bounds the Python lists that it wants
+_FIRST_COPIES = 32  # copies of the first cudaMemcpyBatchAsync call, so that the GPU begins before the rest is queued;
+_MOST_COPIES = 512  # the next calls take twice as many each, up to this
 
 
 class CudaError(TransferError):
@@ -303,8 +304,10 @@ class Device:
         cudart = self._runtime.cudart
         attributes = cudart.cudaMemcpyAttributes()
         attributes.srcAccessOrder = cudart.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
-        for start in range(0, len(sizes), _BATCH_AT_ONCE):
-            part = slice(start, start + _BATCH_AT_ONCE)
+        start, most = 0, _FIRST_COPIES
+        while start < len(sizes):
+            part = slice(start, start + most)
             count = len(sizes[part])
             arguments = (destinations[part], sources[part], sizes[part], count, [attributes], [0], 1, stream)
             self._call("cudaMemcpyBatchAsync", *arguments)
+            start, most = start + most, min(2 * most, _MOST_COPIES)
