@@ -462,12 +462,12 @@ def prefill_attention(
         token = tile * TILE + tl.arange(0, TILE)
         page = tl.load(table + token // PAGE).to(tl.int64)
         known = token < length
-        block = heads_at + page * page_stride
-        keys = block + (token % PAGE) * DIM
+        at_page = heads_at + page * page_stride
+        keys = at_page + (token % PAGE) * DIM
         k = tl.load(keys[:, None] + dim[None, :])
         scores = tl.dot(query, tl.trans(k.to(kind)), input_precision=PRECISION)
         if FP8:
-            scores = scores * _scale(block, token % PAGE, known, PAGE * DIM)[None, :]
+            scores = scores * _scale(at_page, token % PAGE, known, PAGE * DIM)[None, :]
         higher = tl.maximum(top, tl.max(scores, 1) * scale)
         share = tl.exp2(scores * scale - higher[:, None])
         fade = tl.exp2(top - higher)
@@ -475,19 +475,19 @@ def prefill_attention(
         sums = sums * fade[:, None]
         v = tl.load(keys[:, None] + SPAN + dim[None, :]).to(kind)
         if FP8:
-            v = v * _scale(block + SPAN, token % PAGE, known, PAGE * DIM).to(kind)[:, None]
+            v = v * _scale(at_page + SPAN, token % PAGE, known, PAGE * DIM).to(kind)[:, None]
         sums = tl.dot(share.to(kind), v, sums, input_precision=PRECISION)
         top = higher
     for tile in range(whole, end):
         token = tile * TILE + tl.arange(0, TILE)
         known = token < length
         page = tl.load(table + token // PAGE, mask=known, other=0).to(tl.int64)
-        block = heads_at + page * page_stride
-        keys = block + (token % PAGE) * DIM
+        at_page = heads_at + page * page_stride
+        keys = at_page + (token % PAGE) * DIM
         k = tl.load(keys[:, None] + dim[None, :], mask=known[:, None], other=0.0)
         scores = tl.dot(query, tl.trans(k.to(kind)), input_precision=PRECISION) * scale
         if FP8:
-            scores = scores * _scale(block, token % PAGE, known, PAGE * DIM)[None, :]
+            scores = scores * _scale(at_page, token % PAGE, known, PAGE * DIM)[None, :]
         scores = tl.where(token[None, :] <= earlier + row[:, None], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         share = tl.exp2(scores - higher[:, None])
@@ -496,7 +496,7 @@ def prefill_attention(
         sums = sums * fade[:, None]
         v = tl.load(keys[:, None] + SPAN + dim[None, :], mask=known[:, None], other=0.0).to(kind)
         if FP8:
-            v = v * _scale(block + SPAN, token % PAGE, known, PAGE * DIM).to(kind)[:, None]
+            v = v * _scale(at_page + SPAN, token % PAGE, known, PAGE * DIM).to(kind)[:, None]
         sums = tl.dot(share.to(kind), v, sums, input_precision=PRECISION)
         top = higher
     sums = sums / total[:, None]
