@@ -57,12 +57,18 @@ PIXELS = """(async () => {
 
 
 def indexed(png: bytes, tab: Page) -> bytes:
-    """The same picture with a palette of its 256 most frequent colours; `tab` decodes it. Others become the nearest."""
+    """The same picture with a palette of 256 of its colours, the most frequent and the most unlike; `tab` decodes."""
     width, height, packed = tab.run(PIXELS % base64.b64encode(png).decode())
     pixels = np.frombuffer(base64.b64decode(packed), np.uint8).reshape(-1, 4)[:, :3].astype(np.int64)
     keys, where, counts = np.unique(pixels @ [65536, 256, 1], return_inverse=True, return_counts=True)
     colours = np.stack([keys >> 16, keys >> 8 & 255, keys & 255], axis=1)
-    palette = colours[np.argsort(-counts)[:256]]
+    palette = colours[np.argsort(-counts)[:128]]
+    distance = np.full(len(colours), np.iinfo(np.int64).max)
+    for colour in palette:
+        distance = np.minimum(distance, ((colours - colour) ** 2).sum(axis=1))
+    for _ in range(128):  # hues that are rare but unlike all others
+        palette = np.vstack([palette, colours[distance.argmax()]])
+        distance = np.minimum(distance, ((colours - palette[-1]) ** 2).sum(axis=1))
     nearest = np.concatenate(
         [((part[:, None] - palette) ** 2).sum(axis=2).argmin(axis=1) for part in np.array_split(colours, 64)]
     )

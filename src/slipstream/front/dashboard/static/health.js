@@ -1,17 +1,20 @@
 // Whether a request would be answered now, and what doctor found.
 
-import { $, h, put } from "./dom.js";
+import { $, h, put, set } from "./dom.js";
 import { clock } from "./format.js";
 import * as server from "./server.js";
 
 const button = $("doctor-again");
+// while doctor runs the button stays where the focus is, and does nothing
+const rest = (running) => set(button, "aria-disabled", running ? "true" : null);
 button.addEventListener("click", async () => {
-  button.disabled = true;
+  if (button.hasAttribute("aria-disabled")) return;
+  rest(true);
   try {
     await server.doctor();
   } catch (error) {
     put($("doctor-note"), `doctor could not be started: ${error.message}`);
-    button.disabled = false;
+    rest(false);
   }
 });
 
@@ -39,7 +42,7 @@ function update(state) {
   const { health, doctor } = state;
   again($("reasons"), health.ready ? [["ok", "A request sent now would be answered.", []]] : health.reasons.map((reason) => ["fail", reason, []]));
   put($("doctor-note"), note(doctor));
-  button.disabled = doctor.running;
+  rest(doctor.running);
   const results = doctor.results ?? [];
   const good = doctor.state === "done" && !results.length ? [["ok", "Doctor has nothing to report.", []]] : [];
   again($("findings"), [...good, ...results.map((r) => [r.status, r.title, [["seen", r.seen], ["wanted", r.wanted], ["why", r.why], ["do", r.remedy], ["because of", (r.because ?? []).join(", ")]]])]);
