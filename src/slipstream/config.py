@@ -130,7 +130,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             gt=0,
             description="How many times longer than by its kernel cuda_ipc may take by the copy engine, which leaves "
-            "the GPU to the model; 1.2 sends pages of 1 MiB and more that way on NVLink.",
+            "the GPU to the model; more than 1 sends shorter pages that way.",
         ),
     ] = 1.0
     fake_seed: Annotated[int, Meta(description="Seed of the fake transport's trouble.")] = 0
