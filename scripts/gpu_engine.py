@@ -114,7 +114,9 @@ def sampling(vocab: int = 151936) -> None:
         noise = torch.randn(batch, vocab, device=device)
         tokens = TritonTokens(batch, vocab, torch.bfloat16, device)
         chosen = torch.empty(batch, dtype=torch.int64, device=device)
-        for shape, logits in (("peaked", noise * 3), ("flat", noise * 0.5)):
+        sure = noise * 2
+        sure[:, :: vocab // 60] += 9
+        for shape, logits in (("sure", sure), ("peaked", noise * 3), ("flat", noise * 0.5)):
             values = logits.bfloat16()
             for kind, params in kinds.items():
                 table = DrawTable(batch, vocab)

@@ -74,7 +74,7 @@ def peaked(rows: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     return values.to(dtype).to(device)
 
 
-def likely(device: torch.device, dtype: torch.dtype, rounds: int = 4) -> None:
+def likely(device: torch.device, dtype: torch.dtype, rounds: int = 2) -> None:
     compare(peaked(len(SETTINGS), device, dtype), SETTINGS, device, rounds)
 
 

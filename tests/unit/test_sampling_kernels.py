@@ -44,7 +44,7 @@ FOUND = {
     "tops": "*fp32",
     "places": "*i32",
     "masses": "*fp64",
-    "listed": "*i32",
+    "bounds": "*fp32",
     "likely": "*bf16",
     "likely_ids": "*i32",
 }

@@ -45,7 +45,7 @@ class TritonTokens:
         self._tops = torch.empty(size, dtype=torch.float32, device=device)
         self._places = torch.empty(size, dtype=torch.int32, device=device)
         self._masses = torch.empty(size, dtype=torch.float64, device=device)
-        self._listed = torch.empty(size, dtype=torch.int32, device=device)
+        self._bounds = torch.empty(size, dtype=torch.float32, device=device)
         self._ids = torch.empty(size * LISTED, dtype=torch.int32, device=device)
         self._likely = {kind: torch.empty(size * LISTED, dtype=kind, device=device) for kind in {dtype, torch.float32}}
 
@@ -70,7 +70,7 @@ class TritonTokens:
             *cuts,
             self._tops,
             self._masses,
-            self._listed,
+            self._bounds,
             likely,
             self._ids,
             self.vocab,
@@ -86,7 +86,7 @@ class TritonTokens:
             self._tops,
             self._places,
             self._masses,
-            self._listed,
+            self._bounds,
             likely,
             self._ids,
             chosen,

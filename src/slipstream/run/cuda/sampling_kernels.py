@@ -7,7 +7,8 @@ at which the weights of the row, in the order of the vocabulary, reach the row's
 
 Where a row is cut, `pick` finds the least logit that stays by halving the range of values, moving each bound to a value
 that is there, so that it ends at the exact one in some ten rounds. It looks through the list of likely tokens, a few
-thousand at most; only if these are too many or not enough it goes through the whole row each time.
+thousand at most: of each piece of the vocabulary those above a bound of its own, so that what lies above the highest of
+these bounds is complete. Only if that is not enough it goes through the whole row each time.
 
 Weights are exp((logit - largest) / temperature) in float32, their sums float64, as in `run.sampler`, whose function
 `draw_tokens` is the twin in plain torch. A row depends on nothing but itself.
@@ -64,7 +65,7 @@ def weigh(
     top_ps,
     tops,
     masses,
-    listed,
+    bounds,
     likely,
     likely_ids,
     vocab,
@@ -74,7 +75,8 @@ def weigh(
     LISTED: tl.constexpr,
 ):
     # masses [rows, pieces] float64: sums of weights. Of cut rows: likely [rows, pieces, LISTED] logits and likely_ids,
-    # the rest of each piece's places filled with minus infinity; listed [rows, pieces] how many there are or would be.
+    # the rest of each piece's places filled with minus infinity; bounds [rows, pieces]: all scaled logits at or above
+    # are listed.
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     temperature = tl.load(temperatures + row)
@@ -91,7 +93,18 @@ def weigh(
     tl.store(masses + row * pieces + piece, tl.sum(tl.exp(scaled).to(tl.float64), 0))
     cut = (tl.load(top_ks + row) > 0) | (tl.load(top_ps + row) < 1.0) | (tl.load(log_min_ps + row) > float("-inf"))
     if cut:
-        kept = (scaled >= LIKELY).to(tl.int32)
+        bound = LIKELY + 0.0 * temperature
+        count = tl.sum((scaled >= bound).to(tl.int32), 0)
+        if count > LISTED:
+            low = bound
+            bound = low * 0.0 + 1.0  # nothing, if too many are the largest
+            for _ in range(10):
+                middle = (low + tl.minimum(bound, 0.0)) * 0.5
+                if tl.sum((scaled >= middle).to(tl.int32), 0) > LISTED:
+                    low = middle
+                else:
+                    bound = middle
+        kept = (scaled >= bound).to(tl.int32)
         count = tl.sum(kept, 0)
         place = tl.cumsum(kept, 0) - 1
         start = (row * pieces + piece) * LISTED
@@ -101,7 +114,7 @@ def weigh(
         slot = tl.arange(0, LISTED)
         empty = tl.zeros([LISTED], tl.float32) + float("-inf")
         tl.store(likely + start + slot, empty.to(likely.dtype.element_ty), mask=slot >= count)
-        tl.store(listed + row * pieces + piece, count)
+        tl.store(bounds + row * pieces + piece, bound)
 
 
 @triton.jit
@@ -125,9 +138,9 @@ def _above(values, size, top, temperature, floor, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _floor(values, size, top, temperature, top_k, top_p, total, BLOCK: tl.constexpr):
-    # The least scaled logit that top_k and then top_p leave among these.
-    count, mass, least, most = _above(values, size, top, temperature, BOTTOM, BLOCK)
+def _floor(values, size, top, temperature, bound, top_k, top_p, total, BLOCK: tl.constexpr):
+    # The least scaled logit that top_k and then top_p leave among those at or above `bound`.
+    count, mass, least, most = _above(values, size, top, temperature, bound, BLOCK)
     floor = least
     target = top_p * total
     if top_k > 0:
@@ -200,7 +213,7 @@ def pick(
     tops,
     places,
     masses,
-    listed,
+    bounds,
     likely,
     likely_ids,
     chosen,
@@ -233,22 +246,22 @@ def pick(
         line = logits + row * row_stride
         if (top_k > 0) | (top_p < 1.0) | (log_min_p > float("-inf")):
             total = tl.sum(mass, 0)
-            count = tl.load(listed + row * pieces + number, mask=live, other=0)
+            bound = tl.max(tl.load(bounds + row * pieces + number, mask=live, other=LIKELY), 0)
             known = likely + row * pieces * LISTED
             slots = pieces * LISTED
-            there, weight, _least, _most = _above(known, slots, top, temperature, BOTTOM, BLOCK)
-            enough = tl.max(count, 0) <= LISTED
-            if top_k > 0:
-                enough = enough & (there >= top_k)
-            else:
-                enough = enough & ((top_p >= 1.0) | (weight >= top_p * total))
-                enough = enough & ((top_p < 1.0) | (log_min_p >= LIKELY))
-            if enough:
-                floor = tl.maximum(_floor(known, slots, top, temperature, top_k, top_p, total, BLOCK), log_min_p)
+            there, weight, _least, _most = _above(known, slots, top, temperature, bound, BLOCK)
+            enough = there >= top_k
+            if top_k == 0:
+                enough = (top_p >= 1.0) | (weight >= top_p * total)
+                enough = enough & ((top_p < 1.0) | (log_min_p >= bound))
+            if enough & (there > 0):
+                floor = _floor(known, slots, top, temperature, bound, top_k, top_p, total, BLOCK)
+                floor = tl.maximum(floor, log_min_p)
                 place = _first(known, slots, top, temperature, floor, noise, BLOCK)
                 token = tl.load(likely_ids + row * slots + place)
             else:
-                floor = tl.maximum(_floor(line, vocab, top, temperature, top_k, top_p, total, BLOCK), log_min_p)
+                floor = _floor(line, vocab, top, temperature, BOTTOM, top_k, top_p, total, BLOCK)
+                floor = tl.maximum(floor, log_min_p)
                 token = _first(line, vocab, top, temperature, floor, noise, BLOCK)
         else:
             sums = tl.cumsum(mass, 0)
