@@ -149,9 +149,19 @@ def _attend(both: Twins, step: object, tokens: int, name: str) -> None:
         both.compare(both.pools[0].layer(index), both.pools[1].layer(index), limit=0.13 if quantized else None)
 
 
+def check_decode_long(device: torch.device, dtype: torch.dtype) -> None:
+    """More shares than one round of merging takes."""
+    both = Twins(random_model(config(layers=2, heads=4, kv_heads=2), device, dtype), pages=160)
+    tables = shuffled_tables(2, 70, 160)
+    plan = make_plan([(row, [3], length - 1, tables[row]) for row, length in enumerate((1100, 700))])
+    inputs = DecodeInputs(8, 70, device)
+    inputs.fill(plan, 2)
+    _attend(both, inputs.columns.first(2), 2, "decode_attention")
+
+
 def check_decode_split(device: torch.device, dtype: torch.dtype) -> None:
     check_decode(device, dtype)
-    ops_module.decode_shape, plain = (lambda pairs: (1, 128, 4)), ops_module.decode_shape  # type: ignore[assignment]
+    ops_module.decode_shape, plain = (lambda pairs: (1, 128, 4, 3)), ops_module.decode_shape  # type: ignore[assignment]
     try:
         check_decode(device, dtype)
     finally:
@@ -174,7 +184,7 @@ def check_prefill(device: torch.device, dtype: torch.dtype, *, fp8: bool = False
 
 
 def check_prefill_gathered(device: torch.device, dtype: torch.dtype, *, fp8: bool = False) -> None:
-    for changes in ({"head_dim": 64}, {"head_dim": 64, "qk_norm": True, "heads": 4, "kv_heads": 4}):
+    for changes in ({"head_dim": 64}, {"head_dim": 128, "qk_norm": True, "heads": 4, "kv_heads": 4}):
         both = Twins(random_model(config(**changes), device, dtype), fp8=fp8)
         tables = shuffled_tables(4, 14, 64)
         parts = [(0, [5] * 33, 0, tables[0]), (1, [5] * 70, 100, tables[1]), (2, [5], 15, tables[2])]
@@ -197,6 +207,7 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], None]] = {
     "small": check_small,
     "products": check_products,
     "decode": check_decode,
+    "decode_long": check_decode_long,
     "decode_split": check_decode_split,
     "decode_normed": check_decode_normed,
     "prefill": check_prefill,

@@ -27,6 +27,7 @@ print("equal")
         "small",
         "products",
         "decode",
+        "decode_long",
         "decode_split",
         "decode_normed",
         "prefill",

@@ -204,7 +204,7 @@ def test_graph_sizes_grow_by_a_quarter_and_end_at_the_most():
 
 def test_splits_fill_the_chip_and_no_more():
     for pairs in (1, 2, 8, 64, 191, 192, 2048):
-        splits, tile, warps = decode_shape(pairs)
+        splits, tile, warps, _ = decode_shape(pairs)
         assert 1 <= splits <= 64
         assert splits <= 2 or splits * pairs <= 512
         assert (tile, warps) in ((64, 2), (64, 4))

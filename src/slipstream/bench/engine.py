@@ -4,8 +4,9 @@ Weights are random, so that nothing but a config is needed. A decode step is mea
 from the end of one to the end of the next, the host at work on one while the device computes the other), by itself
 (`alone`: plan in, tokens out, nothing beside it), and as the device sees its graph (`graph`: replayed back to back, by
 events); the limit is the time to read all weights but the embedding, and all keys and values, once, at the rate of a
-large copy on the same card. A prompt is measured from plan to token, against the time of its matrix products at the
-rate of a large one.
+large copy on the same card. A prompt is measured from plan to token, several in a row (`step`) and after pauses
+(`alone`), against the time of its matrix products at the rate of a large one. Steps in a row bring a card to its power
+limit, where it lowers its clock: both stand beside.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ from slipstream.bench.steady import SteadyLoop
 from slipstream.config import EngineConfig
 from slipstream.engine.plan import NewRow, StepPlan
 from slipstream.errors import ConfigError
+from slipstream.kv.layout import KVLayout
 from slipstream.types import SamplingParams
 
 LOOP_STEPS = 200
+PAUSE_S = 0.2  # before a prompt alone: the card is at its full clock again
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.7, top_k=50, top_p=0.9, ignore_eos=True)  # of random weights' flat logits
 SHAPES: dict[str, dict[str, Any]] = {
@@ -79,6 +82,8 @@ class StepRow(msgspec.Struct, kw_only=True, omit_defaults=True):
     alone_ms: float | None = None
     device_ms: float | None = None
     limit_ms: float = 0.0
+    clock_mhz: int = 0  # of the multiprocessors, behind the steps of `step_ms`
+    power_w: int = 0
 
     @property
     def share(self) -> float:
@@ -106,7 +111,21 @@ def median_ms(call: Callable[[], object], repeats: int) -> tuple[float, float]:
         started = time.perf_counter()
         call()
         times.append((time.perf_counter() - started) * 1e3)
-    return statistics.median(times), statistics.quantiles(times, n=10)[-1]
+    return statistics.median(times), statistics.quantiles(times, n=10)[-1] if repeats > 1 else times[0]
+
+
+def card_state() -> tuple[int, int]:
+    """(clock of the multiprocessors in MHz, power in watts) of the current GPU; zeros where nvidia-ml-py is missing."""
+    try:
+        import pynvml  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return 0, 0
+    import torch
+
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+    clock = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+    return int(clock), round(pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3)
 
 
 def device_ms(call: Callable[[], object], repeats: int) -> float:
@@ -136,17 +155,29 @@ def card_rates() -> tuple[float, float]:
     return copy, product
 
 
+def fill_pool(memory: Any, layout: KVLayout, dtype: Any) -> None:
+    """Random keys and values; bytes below 64 are finite as codes and as scales."""
+    if layout.dtype == "fp8":
+        memory.random_(0, 64)
+    else:
+        memory.view(dtype).normal_()
+
+
 class StepBench:
     """An opened model with its pool, and plans over random pages of it. Used on one thread."""
 
-    def __init__(self, name: str, model: str, *, page_tokens: int, sequences: int, tokens: int) -> None:
+    def __init__(self, name: str, model: str, *, sequences: int, tokens: int, settings: dict[str, Any]) -> None:
         import torch
 
         from slipstream.run.engine_model import open_model
 
         started = time.perf_counter()
         engine = EngineConfig(
-            model=model, load_format="dummy", device="cuda:0", page_tokens=page_tokens, max_sequences=sequences
+            model=model,
+            load_format="dummy",
+            device="cuda:0",
+            max_sequences=sequences,
+            **settings,
         )
         self.name, self.opened = name, open_model(engine)
         if self.opened.device.type != "cuda":
@@ -154,7 +185,7 @@ class StepBench:
         layout = self.opened.layout
         self.pages = layout.pages_for(tokens) + sequences + 1
         memory = torch.empty(self.pages * layout.page_bytes, dtype=torch.uint8, device="cuda:0")
-        memory.view(self.opened.placement.dtype).normal_()
+        fill_pool(memory, layout, self.opened.placement.dtype)
         loaded = time.perf_counter()
         self.runner: Any = self.opened.runner(memory, sequences)
         torch.cuda.synchronize()
@@ -189,6 +220,7 @@ class StepBench:
             self.runner, self.opened.layout, self.pages, batch=batch, context=context, steps=repeats, sampling=sampling
         )
         steady = loop.measure()
+        clock, power = card_state()
         self.runner.execute(self.plan(batch, 1, context, first=True, sampling=sampling))
         plan = self.plan(batch, 1, context, first=False)
         self.runner.execute(plan)
@@ -210,12 +242,19 @@ class StepBench:
             alone_ms=alone,
             device_ms=device,
             limit_ms=size_bytes / copy_tb_s / 1e9,
+            clock_mhz=clock,
+            power_w=power,
         )
 
-    def prefill_row(self, tokens: int, earlier: int, tflop_s: float, repeats: int = 6) -> StepRow:
-        plan = self.plan(1, tokens, earlier + tokens, first=True)
-        self.runner.execute(plan)
+    def prefill_row(self, tokens: int, earlier: int, tflop_s: float, repeats: int = 10) -> StepRow:
+        self.runner.execute(self.plan(1, tokens, earlier + tokens, first=True))
+        plan = self.plan(1, tokens, earlier + tokens, first=False)
+        paused = []
+        for _ in range(4):
+            time.sleep(PAUSE_S)
+            paused.append(median_ms(lambda: self.runner.execute(plan), 1)[0])
         step, slow = median_ms(lambda: self.runner.execute(plan), repeats)
+        clock, power = card_state()
         config = self.opened.config
         head = config.vocab * config.hidden
         weights = config.parameters - head * (1 if config.tied else 2)
@@ -228,7 +267,10 @@ class StepBench:
             context=earlier + tokens,
             step_ms=step,
             step_p90_ms=slow,
+            alone_ms=statistics.median(paused),
             limit_ms=work / tflop_s / 1e9,
+            clock_mhz=clock,
+            power_w=power,
         )
 
     def kernels(self, call: Callable[[], object]) -> list[tuple[str, int, float]]:
@@ -247,14 +289,27 @@ def table(rows: list[StepRow]) -> Table:
     drawn = Table(title="steps, milliseconds", title_justify="left")
     for heading in ("model", "kind"):
         drawn.add_column(heading, no_wrap=True)
-    for heading in ("batch", "context", "step", "p90", "alone", "graph", "step - graph", "limit", "of limit"):
+    for heading in (
+        "batch",
+        "context",
+        "step",
+        "p90",
+        "alone",
+        "graph",
+        "step - graph",
+        "limit",
+        "of limit",
+        "MHz",
+        "W",
+    ):
         drawn.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         alone = "" if row.alone_ms is None else f"{row.alone_ms:.3f}"
         device = "" if row.device_ms is None else f"{row.device_ms:.3f}"
         gap = "" if row.device_ms is None else f"{row.step_ms - row.device_ms:.3f}"
         figures = [f"{row.step_ms:.3f}", f"{row.step_p90_ms:.3f}", alone, device, gap, f"{row.limit_ms:.3f}"]
-        drawn.add_row(row.model, row.kind, str(row.batch), str(row.context), *figures, f"{100 * row.share:.0f} %")
+        figures += [f"{100 * row.share:.0f} %", str(row.clock_mhz or ""), str(row.power_w or "")]
+        drawn.add_row(row.model, row.kind, str(row.batch), str(row.context), *figures)
     return drawn
 
 
@@ -272,6 +327,10 @@ def numbers(text: str) -> list[int]:
 @click.option("--prompts", default="8192", show_default=True, help="Tokens of prompts.")
 @click.option("--page-tokens", default=16, show_default=True)
 @click.option("--sampled", is_flag=True, help="Also decode steps with temperature, top_k and top_p.")
+@click.option("--kv-dtype", type=click.Choice(["auto", "fp8"]), default="auto", show_default=True)
+@click.option(
+    "--attention-backend", type=click.Choice(["auto", "triton", "flashinfer"]), default="auto", show_default=True
+)
 @click.option("--kernels", is_flag=True, help="Also print what each step's kernels take.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), default=None, help="Write the results here.")
 def command(
@@ -281,6 +340,8 @@ def command(
     prompts: str,
     page_tokens: int,
     sampled: bool,
+    kv_dtype: str,
+    attention_backend: str,
     kernels: bool,
     json_path: Path | None,
 ) -> None:
@@ -296,8 +357,9 @@ def command(
     found = conditions(sys.argv, [torch.cuda.get_device_name(0)])
     console.print(f"{found.devices[0]}: copy {copy:.2f} TB/s, bf16 product {product:.0f} TFLOP/s")
     report = EngineReport(conditions=found, copy_tb_s=copy, matmul_tflop_s=product, ready_s={}, rows=[])
+    settings = {"kv_dtype": kv_dtype, "attention_backend": attention_backend, "page_tokens": page_tokens}
     for name in shapes.split(","):
-        measure_shape(report, name, numbers(batches), context, numbers(prompts), page_tokens, console, kernels, sampled)
+        measure_shape(report, name, numbers(batches), context, numbers(prompts), settings, console, kernels, sampled)
         torch.cuda.empty_cache()
     if json_path is not None:
         write_json(report, json_path)
@@ -309,19 +371,22 @@ def measure_shape(
     batches: list[int],
     context: int,
     prompts: list[int],
-    page_tokens: int,
+    settings: dict[str, Any],
     console: Console,
     kernels: bool,
     sampled: bool,
 ) -> None:
     """Adds one model's rows to the report and prints them."""
     with TemporaryDirectory() as folder:
-        each = SteadyLoop.tokens_each(context, LOOP_STEPS, max(batches)) + page_tokens
+        each = SteadyLoop.tokens_each(context, LOOP_STEPS, max(batches)) + settings["page_tokens"]
         tokens = max(max(batches) * each, *prompts, 4096)
         write_shape(Path(folder), name)
-        bench = StepBench(name, folder, page_tokens=page_tokens, sequences=max(batches), tokens=tokens)
+        bench = StepBench(name, folder, sequences=max(batches), tokens=tokens, settings=settings)
     report.ready_s[name] = bench.ready_s
-    console.print(f"{name}: weights and pool after {bench.load_s:.1f} s, ready after {bench.ready_s:.1f} s")
+    console.print(
+        f"{name}: weights and pool after {bench.load_s:.1f} s, ready after {bench.ready_s:.1f} s, attention of prompts "
+        f"by {bench.runner.attention}, KV {bench.opened.layout.dtype}"
+    )
     first = len(report.rows)
     report.rows += [bench.decode_row(batch, context, report.copy_tb_s) for batch in batches]
     if sampled:

@@ -59,15 +59,15 @@ class PromptAttention(Protocol):
     def __call__(self, layer: int, qkv: Tensor, out: Tensor, step: MixedColumns) -> Tensor: ...
 
 
-def decode_shape(pairs: int) -> tuple[int, int, int]:
-    """(programs that share the context of one sequence and KV head, tokens they take at a time, warps of each), for
-    `pairs` of these.
+def decode_shape(pairs: int) -> tuple[int, int, int, int]:
+    """(programs that share the context of one sequence and KV head, tokens they take at a time, their warps, and
+    stages), for `pairs` of these.
 
     Depends on nothing else, so that a sequence's numbers do not depend on the lengths of others.
     """
     if pairs >= 384:
-        return 1, 64, 4
-    return max(2, min(MOST_SPLITS, DECODE_PROGRAMS // pairs)), 64, 2
+        return 1, 64, 4, 3
+    return max(2, min(MOST_SPLITS, DECODE_PROGRAMS // pairs)), 64, 2, 3
 
 
 def one_row_shape(outputs: int, inputs: int, gated: bool) -> tuple[int, int, int]:
@@ -215,7 +215,7 @@ class TritonOps:
 
     def decode_attention(self, layer: DecoderLayer, qkv: Tensor, out: Tensor, step: DecodeColumns) -> Tensor:
         layout, sequences = self.pool.layout, qkv.shape[0]
-        splits, tile, warps = decode_shape(sequences * layout.kv_heads)
+        splits, tile, warps, stages = decode_shape(sequences * layout.kv_heads)
         query_gain, key_gain, eps, normed = self._gains(layer)
         self._attention.decode_attention[(sequences, layout.kv_heads, splits)](
             qkv,
@@ -248,7 +248,7 @@ class TritonOps:
             QK_NORM=normed,
             PRECISION=self._precision,
             num_warps=warps,
-            num_stages=3,
+            num_stages=stages,
             **self._pdl,
         )
         return out
