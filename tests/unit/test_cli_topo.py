@@ -35,7 +35,11 @@ WORKERS = {
                     "rejected": {"local": "the peer is another process", "cuda_ipc": "here: no GPU", "tcp": "slower"},
                     "error": "",
                 },
-                {"peer": "decode-1", "error": "no transport serves this pair of workers. shm: refused"},
+                {
+                    "peer": "decode-1",
+                    "transport": "none",
+                    "error": "no transport serves this pair of workers. shm: refused",
+                },
             ],
         },
         {"url": "http://127.0.0.1:7001", "state": "live", "role": "decode", "name": "decode-0"},

@@ -263,7 +263,7 @@ def test_tcp_inside_a_machine_is_a_warning_with_the_reasons_against_the_rest():
 
 
 def test_a_pair_without_a_route_is_a_failure():
-    route = {"peer": "decode-0", "error": "no transport serves this pair of workers"}
+    route = {"peer": "decode-0", "transport": "none", "error": "no transport serves this pair of workers"}
     assert checked(cluster({**WORKER, "routes": [route]}, DECODE), "cluster.routes").status == "fail"
 
 

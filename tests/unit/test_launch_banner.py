@@ -8,13 +8,16 @@ import shlex
 
 from rich.console import Console
 
-from slipstream.launch.banner import Member, Route, banner, curl_line, why_no_route
+from slipstream.launch.banner import Member, banner, curl_line, why_no_route
 from slipstream.launch.display import Display
+from slipstream.wire import RouteReport
 
 URL = "http://127.0.0.1:8000"
 
 
-def member(name: str, role, *routes: Route, device: str = "cpu (x86_64)", problems: tuple[str, ...] = ()) -> Member:
+def member(
+    name: str, role, *routes: RouteReport, device: str = "cpu (x86_64)", problems: tuple[str, ...] = ()
+) -> Member:
     return Member(
         url=f"http://127.0.0.1/{name}",
         state="live",
@@ -61,7 +64,7 @@ def test_the_line_to_try_names_the_key_but_not_its_value():
 
 def test_ways_between_gpus_are_not_explained_where_there_is_none():
     reasons = {"cuda_ipc": "here: it moves memory of GPUs", "shm": "another namespace"}
-    route = Route(peer="d", transport="tcp", rejected=reasons)
+    route = RouteReport(peer="d", transport="tcp", rejected=reasons)
     on_cpu = shown(member("p", "prefill", route), member("d", "decode"))
     assert "not shm: another namespace" in on_cpu
     assert "cuda_ipc" not in on_cpu
@@ -70,14 +73,14 @@ def test_ways_between_gpus_are_not_explained_where_there_is_none():
 
 def test_only_ways_that_would_be_better_are_explained():
     reasons = {"local": "another process", "nixl": "absent", "mooncake": "absent"}
-    over_nvlink = Route(peer="d", transport="cuda_ipc", rejected=reasons)
+    over_nvlink = RouteReport(peer="d", transport="cuda_ipc", rejected=reasons)
     assert "not " not in shown(member("p", "prefill", over_nvlink), member("d", "decode", device="cuda:0 (H200)"))
-    over_tcp = Route(peer="d", transport="tcp", rejected=reasons, rdma=True)
+    over_tcp = RouteReport(peer="d", transport="tcp", rejected=reasons, rdma=True)
     assert "not nixl: absent" in shown(member("p", "prefill", over_tcp), member("d", "decode"))
 
 
 def test_no_route_at_all_has_its_reasons_once_each():
-    failed = [Route(peer=name, transport="none", error="not here") for name in ("d0", "d1")]
+    failed = [RouteReport(peer=name, transport="none", error="not here") for name in ("d0", "d1")]
     source = member("p", "prefill", *failed)
     assert why_no_route([source, member("d0", "decode"), member("d1", "decode")]) == "not here"
 
@@ -88,7 +91,7 @@ def test_a_pair_that_does_not_fit_is_no_route_either():
 
 
 def test_a_pair_that_works_or_is_not_measured_yet_is_no_reason_to_give_up():
-    failed, works = Route(peer="d0", error="not here"), Route(peer="d1", transport="shm")
+    failed, works = RouteReport(peer="d0", transport="none", error="not here"), RouteReport(peer="d1", transport="shm")
     decoders = [member("d0", "decode"), member("d1", "decode")]
     assert why_no_route([member("p", "prefill", failed, works), *decoders]) == ""
     assert why_no_route([member("p", "prefill", failed), *decoders]) == ""
@@ -97,8 +100,8 @@ def test_a_pair_that_works_or_is_not_measured_yet_is_no_reason_to_give_up():
 
 def test_every_pair_of_ranks_has_its_route_in_the_table():
     routes = [
-        Route(peer="d", transport="shm", gb_per_s=3.0, source_rank=0, destination_rank=0),
-        Route(peer="d", transport="tcp", gb_per_s=1.0, source_rank=1, destination_rank=0),
+        RouteReport(peer="d", transport="shm", gb_per_s=3.0, source_rank=0, destination_rank=0),
+        RouteReport(peer="d", transport="tcp", gb_per_s=1.0, source_rank=1, destination_rank=0),
     ]
     source, destination = member("p", "prefill", *routes), member("d", "decode")
     source.devices = ["cpu", "cpu"]

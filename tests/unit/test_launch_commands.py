@@ -12,13 +12,14 @@ from rich.console import Console
 from slipstream.config import EngineConfig, FrontConfig, LaunchConfig, RouterConfig, TransferConfig, WorkerConfig
 from slipstream.errors import ConfigError
 from slipstream.launch import banner
-from slipstream.launch.banner import Member, Route
+from slipstream.launch.banner import Member
 from slipstream.launch.commands import ClusterConfig, router_spec, threads_each, with_port, worker_specs
 from slipstream.launch.devices import Gpu, Machine
 from slipstream.launch.display import Display
 from slipstream.launch.spec import place
 from slipstream.listen import listen, url_of
 from slipstream.settings import ROUTER, WORKER, resolve
+from slipstream.wire import RouteReport
 
 SECRET = "s3cret"
 
@@ -132,7 +133,9 @@ MEMBERS = [
         served_name="it's",
         max_model_len=2048,
         pages_total=100,
-        routes=[Route(peer="decode-0", transport="tcp", gb_per_s=3.21, latency_us=41.0, rejected={"shm": "not asked"})],
+        routes=[
+            RouteReport(peer="decode-0", transport="tcp", gb_per_s=3.21, latency_us=41.0, rejected={"shm": "not asked"})
+        ],
     ),
     Member(
         url="http://127.0.0.1:7001",

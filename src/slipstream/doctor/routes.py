@@ -17,6 +17,7 @@ import msgspec
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.topo.choose import Pair, Plan
 from slipstream.transfer.order import better
+from slipstream.wire import RouteReport
 
 ANSWER_S = 3.0
 _WIDTH = 110
@@ -24,21 +25,6 @@ _WIDTH = 110
 
 class Unreachable(SlipstreamError):
     """No slipstream answers at a URL; the message says what does, if anything."""
-
-
-class Route(msgspec.Struct, kw_only=True):
-    """One measured route: `rejected` has the reason against each other transport, `rdma` says whether both ends have a
-    device for it, `error` why there is no route."""
-
-    peer: str
-    transport: str = ""
-    gb_per_s: float = 0.0
-    latency_us: float = 0.0
-    source_rank: int = 0
-    destination_rank: int = 0
-    rejected: dict[str, str] = {}
-    rdma: bool = False
-    error: str = ""
 
 
 class Member(msgspec.Struct, kw_only=True):
@@ -56,7 +42,7 @@ class Member(msgspec.Struct, kw_only=True):
     devices: list[str] = []
     problem: str = ""
     problems: list[str] = []
-    routes: list[Route] = []
+    routes: list[RouteReport] = []
 
 
 class Members(msgspec.Struct, kw_only=True):

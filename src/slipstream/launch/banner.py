@@ -13,20 +13,7 @@ import msgspec
 
 from slipstream.transfer.order import better
 from slipstream.types import Role
-
-
-class Route(msgspec.Struct, kw_only=True):
-    """One entry of `routes` of a worker in the router's `/workers`."""
-
-    peer: str
-    transport: str = ""
-    gb_per_s: float = 0.0
-    latency_us: float = 0.0
-    source_rank: int = 0
-    destination_rank: int = 0
-    rejected: dict[str, str] = {}
-    rdma: bool = False
-    error: str = ""
+from slipstream.wire import RouteReport
 
 
 class Member(msgspec.Struct, kw_only=True):
@@ -43,7 +30,7 @@ class Member(msgspec.Struct, kw_only=True):
     pages_total: int = 0
     problem: str = ""
     problems: list[str] = []
-    routes: list[Route] = []
+    routes: list[RouteReport] = []
 
 
 class Members(msgspec.Struct, kw_only=True):
@@ -52,7 +39,7 @@ class Members(msgspec.Struct, kw_only=True):
     workers: list[Member] = []
 
 
-def pairs(members: Sequence[Member]) -> Iterator[tuple[Member, Member, Route | None]]:
+def pairs(members: Sequence[Member]) -> Iterator[tuple[Member, Member, RouteReport | None]]:
     """Every (source, destination) between which a request may be handed over, with the route where one is known."""
     for source in members:
         for destination in members:
@@ -116,7 +103,7 @@ def _who(members: Sequence[Member], url: str, page_tokens: int, router_pid: int)
     return _table(rows, right=(2, 5, 6))
 
 
-def _how(routes: Sequence[tuple[Member, Member, Route | None]], width: int) -> str:
+def _how(routes: Sequence[tuple[Member, Member, RouteReport | None]], width: int) -> str:
     rows = [("KV route", "transport", "measured", "latency")]
     notes: list[str] = []
     for source, destination, route in _by_rank(routes):
@@ -141,8 +128,8 @@ def _how(routes: Sequence[tuple[Member, Member, Route | None]], width: int) -> s
 
 
 def _by_rank(
-    routes: Sequence[tuple[Member, Member, Route | None]],
-) -> Iterator[tuple[Member, Member, Route | None]]:
+    routes: Sequence[tuple[Member, Member, RouteReport | None]],
+) -> Iterator[tuple[Member, Member, RouteReport | None]]:
     """The same with every route of a pair of workers: there is one for each pair of ranks that share heads."""
     for source, destination, first in routes:
         if first is None or first.error:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from slipstream.doctor.case import Case, some
-from slipstream.doctor.routes import Member, Route
+from slipstream.doctor.routes import Member
 from slipstream.doctor.verdict import Remedy, Verdict, absent, check, fail, ok, warn
 from slipstream.transfer.order import better
+from slipstream.wire import RouteReport
 
 _NONE = "no running slipstream (give --url)"
 _REACH = ("cluster.reachable",)
@@ -145,7 +146,7 @@ def routes(case: Case) -> Verdict:
     return ok(some([f"{_name(w)} -> {r.peer} {r.transport} {r.gb_per_s:.2f} GB/s" for w, r in found]))
 
 
-def _local(case: Case, worker: Member, route: Route) -> bool:
+def _local(case: Case, worker: Member, route: RouteReport) -> bool:
     """Whether both ends run on one machine, as far as their host names tell."""
     peer = next((other for other in _members(case) if other.name == route.peer), None)
     return bool(peer and peer.host == worker.host)
