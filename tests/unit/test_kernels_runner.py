@@ -174,6 +174,11 @@ def test_the_largest_step_asks_everything_of_every_row(folder: Path):
     outcome = runner.execute(plan)
     assert (outcome.token_ids >= -1).all()
     assert len(outcome.prompt_logprobs[5]) == 75
+    several = largest_step(80, 6, 30, runner.layout)
+    assert several.context_lens.tolist() == [1, 1, 1, 30, 30, 30]
+    assert 75 <= len(several.token_ids) <= 80
+    assert several.positions.max() == 29
+    assert (runner.execute(several).token_ids >= -1).all()
 
 
 def test_without_graphs_every_step_is_computed_kernel_by_kernel(folder: Path):

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from slipstream.engine.plan import NewRow, StepPlan
+from slipstream.errors import PoolTooSmall
 from slipstream.kv.layout import KVLayout
 from slipstream.model.config import ModelConfig
 from slipstream.model.llama import Llama
@@ -36,19 +37,27 @@ def step_bytes(config: ModelConfig, item_bytes: int, tokens: int, sequences: int
 
 
 def dry_run(model: Llama, layout: KVLayout, tokens: int, sequences: int, context: int) -> int:
-    """Bytes that the largest step took: `tokens` tokens, most of them of a prompt with `context` tokens, the others of
-    `sequences` - 1 that decode, with penalties and log-probabilities for all. Graphs are not among them."""
+    """Bytes that the largest step took, see `largest_step`. Those of graphs are not among them.
+
+    Raises PoolTooSmall when it does not even fit beside the weights.
+    """
     from slipstream.run.cuda.runner import CudaRunner
 
-    device, max_pages = model.device, layout.pages_for(context)
+    device = model.device
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    memory = torch.zeros(layout.page_bytes, dtype=torch.uint8, device=device)
-    runner = CudaRunner(model, layout, memory, sequences, max_pages, capture=False)
-    room = LAID_OUT_BYTES // (layout.token_bytes // layout.layers) // ROW_BLOCK * ROW_BLOCK
-    runner.execute(largest_step(tokens, sequences, max(tokens, min(context, room)), layout))
+    before, free = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)[0]
+    plan = largest_step(tokens, sequences, context, layout)
+    try:
+        memory = torch.zeros(layout.page_bytes, dtype=torch.uint8, device=device)
+        runner = CudaRunner(model, layout, memory, sequences, plan.block_tables.shape[1], capture=False)
+        runner.execute(plan)
+    except torch.OutOfMemoryError as error:
+        raise PoolTooSmall(
+            f"after the weights {free / 2**30:.2f} GiB are free on {device}, too little for a step of {tokens} tokens "
+            f"and {sequences} sequences; lower --chunk-tokens or --max-sequences, or use a smaller model."
+        ) from error
     taken = torch.cuda.max_memory_allocated(device) - before
     del runner, memory
     gc.collect()
@@ -58,21 +67,28 @@ def dry_run(model: Llama, layout: KVLayout, tokens: int, sequences: int, context
 
 
 def largest_step(tokens: int, sequences: int, context: int, layout: KVLayout) -> StepPlan:
-    """As much as one step can hold, all in the scratch page; every row asks for everything."""
+    """As much as one step can hold, in the scratch page: as many prompts as bring `tokens` tokens, each with as much
+    of its `context` as is laid out for attention, and for the rest of `sequences` one token each. Every row asks for
+    everything: penalties, cuts, log-probabilities."""
     everything = SamplingParams(
         seed=1, top_p=0.9, top_k=50, presence_penalty=0.1, repetition_penalty=1.1, logprobs=20, prompt_logprobs=20
     )
-    chunk = tokens - (sequences - 1)
-    counts = np.array([1] * (sequences - 1) + [chunk])
+    prompts = min(sequences, -(-tokens // context))
+    decodes = sequences - prompts
+    chunk = min(context, (tokens - decodes) // prompts)
+    room = LAID_OUT_BYTES // (layout.token_bytes // layout.layers) // prompts // ROW_BLOCK * ROW_BLOCK
+    whole = max(chunk, min(context, room))
     targets = np.full(chunk, -1, dtype=np.int64)
     targets[:PROMPT_LOGPROB_ROWS] = 0
+    counts = np.array([1] * decodes + [chunk] * prompts)
+    positions = [np.zeros(decodes, dtype=np.int64), *([np.arange(whole - chunk, whole)] * prompts)]
     return StepPlan(
         step=0,
-        token_ids=np.zeros(tokens, dtype=np.int64),
-        positions=np.concatenate([np.zeros(sequences - 1, dtype=np.int64), np.arange(context - chunk, context)]),
+        token_ids=np.zeros(int(counts.sum()), dtype=np.int64),
+        positions=np.concatenate(positions),
         query_start=np.concatenate([[0], np.cumsum(counts)]),
-        context_lens=np.array([1] * (sequences - 1) + [context]),
-        block_tables=np.zeros((sequences, layout.pages_for(context)), dtype=np.int64),
+        context_lens=np.array([1] * decodes + [whole] * prompts),
+        block_tables=np.zeros((sequences, layout.pages_for(whole)), dtype=np.int64),
         rows=np.arange(sequences),
         sample=np.ones(sequences, dtype=np.bool_),
         new_rows=[NewRow(row, everything, [0], [0], (), 1) for row in range(sequences)],
