@@ -137,7 +137,7 @@ async def test_memory_is_free_only_when_every_rank_of_a_lost_source_is_proven_go
 async def test_a_rank_of_ours_that_has_ended_gives_no_proof(pair: Pair) -> None:
     (elsewhere,) = pair.team.ranks
     assert await source_gone([elsewhere], "nobody") is True
-    os.kill(followers(os.getpid())[0], signal.SIGKILL)
+    os.kill(pair.team.pids[0], signal.SIGKILL)
     assert await source_gone([elsewhere], "nobody") is False
     await disconnect([elsewhere], "nobody/1")
 
@@ -180,6 +180,14 @@ class Pair:
 
 @pytest.fixture
 def pair(model: Path) -> Iterator[Pair]:
+    """One that the test may break."""
+    pair = Pair(model)
+    yield pair
+    pair.close()
+
+
+@pytest.fixture(scope="module")
+def sound(model: Path) -> Iterator[Pair]:
     pair = Pair(model)
     yield pair
     pair.close()
@@ -193,15 +201,15 @@ def sampled(outcome: StepOutcome) -> int:
     return int(outcome.token_ids[0])
 
 
-def test_a_step_that_fails_alike_everywhere_is_survived(pair: Pair) -> None:
-    before = sampled(pair.runner.execute(plan(1, [5, 6, 7])))
+def test_a_step_that_fails_alike_everywhere_is_survived(sound: Pair) -> None:
+    before = sampled(sound.runner.execute(plan(1, [5, 6, 7])))
     wrong = plan(2, [5, 100_000, 7])  # no such token: the embedding raises on every rank
     with pytest.raises(IndexError):
-        pair.runner.execute(wrong)
-    assert sampled(pair.runner.execute(probe_plan(wrong))) >= 0
-    assert sampled(pair.runner.execute(plan(3, [5, 6, 7]))) == before
-    assert pair.losses == []
-    assert pair.runner.collected == 3
+        sound.runner.execute(wrong)
+    assert sampled(sound.runner.execute(probe_plan(wrong))) >= 0
+    assert sampled(sound.runner.execute(plan(3, [5, 6, 7]))) == before
+    assert sound.losses == []
+    assert sound.runner.collected == 3
 
 
 def test_a_step_that_fails_on_one_rank_alone_breaks_the_worker(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +229,8 @@ def test_a_step_that_fails_on_one_rank_alone_breaks_the_worker(pair: Pair, monke
 def test_ranks_that_sample_different_tokens_are_noticed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lead, "checksum", lambda outcome: 1)
     pair.runner.execute(plan(1, [5, 6, 7]))
-    pair.runner.execute(plan(2, [5, 6, 7]))
+    with contextlib.suppress(RankLost):  # it may have been noticed already
+        pair.runner.execute(plan(2, [5, 6, 7]))
     until(lambda: pair.losses, "rank 1 objects", 10.0)
     assert pair.losses[0].message == "rank 1 has sampled other tokens than rank 0 in step 1"
     with pytest.raises(RankLost):
@@ -230,7 +239,7 @@ def test_ranks_that_sample_different_tokens_are_noticed(pair: Pair, monkeypatch:
 
 def test_a_rank_that_is_killed_frees_the_step_that_waits_for_it(pair: Pair) -> None:
     pair.runner.execute(plan(1, [5, 6, 7]))
-    (follower,) = followers(os.getpid())
+    (follower,) = pair.team.pids
     os.kill(follower, signal.SIGSTOP)
     threading.Timer(0.3, os.kill, (follower, signal.SIGKILL)).start()
     began = time.monotonic()
@@ -242,11 +251,11 @@ def test_a_rank_that_is_killed_frees_the_step_that_waits_for_it(pair: Pair) -> N
     assert time.monotonic() - began < 20.0
 
 
-def test_a_copy_order_waits_for_its_step_and_is_answered(pair: Pair) -> None:
-    pair.runner.execute(plan(1, [5, 6, 7]))
-    pair.team.copy(41, "nobody/1", 7, pair.runner.collected, [3], [4])
-    until(lambda: pair.copied, "an answer", 10.0)
-    assert pair.copied == [(41, 1, "there is no route to nobody/1")]
+def test_a_copy_order_waits_for_its_step_and_is_answered(sound: Pair) -> None:
+    sound.runner.execute(plan(8, [5, 6, 7]))
+    sound.team.copy(41, "nobody/1", 7, sound.runner.collected, [3], [4])
+    until(lambda: sound.copied, "an answer", 10.0)
+    assert sound.copied == [(41, 1, "there is no route to nobody/1")]
 
 
 def test_a_rank_that_cannot_load_its_part_says_why(model: Path) -> None:

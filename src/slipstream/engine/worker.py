@@ -118,17 +118,7 @@ class Worker:
         config = self._worker
         self._trace()
         router = base_url(config.join, "a router's address for --join. Give http://HOST:PORT.") if config.join else ""
-        try:
-            server = WorkerServer(config.host, config.port, config.wire_port, config.heartbeat_s, self._metrics)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {config.host} port {config.port or config.wire_port}: {error.strerror}. "
-                "Choose another --port (0 takes a free one) or --host."
-            ) from error
-        self._server = server
-        self._closing.callback(server.stop)
-        server.start()
-
+        self._server = server = self._listen()
         laps = Laps()
         devices = rank_devices(self._engine.device, self._engine.tp)
         self._team = team = self._start_others(devices)
@@ -139,36 +129,20 @@ class Worker:
         laps.lap("KV pool")
         runner = self._join(opened, pool)
         laps.lap("kernels and graphs")
-        agent = TransferAgent(
-            pool.region,
-            opened.layout,
-            self._transfer,
-            on_done=self._copies.here,
-            ranks=opened.head_ranges,
-            host=config.host,
-            neighbours=self._neighbours,
-            memory=cast(ProbeMemory, pool) if pool.region.kind == "cuda" else None,
-        )
-        self._closing.callback(agent.close)
+        agent = self._mover(opened, pool)
         max_model_len = opened.max_model_len(pool.region.pages)
-        numbers = msgspec.structs.replace(opened.engine, max_model_len=max_model_len)
         core = EngineCore(
             opened.layout,
             pool.region.pages,
-            numbers,
+            msgspec.structs.replace(opened.engine, max_model_len=max_model_len),
             opened.config.eos_ids,
             vocab=opened.config.vocab,
             observer=self._watcher,
         )
-        loop = EngineLoop(
-            core,
-            runner,
-            deliver=self._deliver,
-            on_step=self._metrics.step,
-            on_failure=self._failed,
+        self._loop = loop = EngineLoop(
+            core, runner, deliver=self._deliver, on_step=self._metrics.step, on_failure=self._failed
         )
         self._copies.attach(agent, team, lambda: runner.collected if isinstance(runner, LeadRunner) else -1)
-        self._loop = loop
         names = [opened.device_name, *(other.device for other in self._opened)]
         ranks: list[Rank] = [RankHere(agent)]
         if team is not None:
@@ -189,6 +163,33 @@ class Worker:
         logger.info("ready after %s", laps)
         if router:
             server.join(router, config.api_key)
+
+    def _listen(self) -> WorkerServer:
+        config = self._worker
+        try:
+            server = WorkerServer(config.host, config.port, config.wire_port, config.heartbeat_s, self._metrics)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {config.host} port {config.port or config.wire_port}: {error.strerror}. "
+                "Choose another --port (0 takes a free one) or --host."
+            ) from error
+        self._closing.callback(server.stop)
+        server.start()
+        return server
+
+    def _mover(self, opened: OpenedModel, pool: Pool) -> TransferAgent:
+        agent = TransferAgent(
+            pool.region,
+            opened.layout,
+            self._transfer,
+            on_done=self._copies.here,
+            ranks=opened.head_ranges,
+            host=self._worker.host,
+            neighbours=self._neighbours,
+            memory=cast(ProbeMemory, pool) if pool.region.kind == "cuda" else None,
+        )
+        self._closing.callback(agent.close)
+        return agent
 
     def _trace(self) -> None:
         """Has spans made of what the watcher remembers, if anybody wants them."""

@@ -72,7 +72,11 @@ def run_worker(
         (info.pages - 1) * info.page_tokens,  # one page is scratch
         info.page_tokens,
     )
-    return 0 if worker.wait() else ENGINE_FAILED
+    code = 0 if worker.wait() else ENGINE_FAILED
+    if engine.tp > 1:
+        logging.shutdown()
+        os._exit(code)  # threads of a device's library may wait for what nobody takes down any more
+    return code
 
 
 def _end_now(number: int, frame: FrameType | None) -> None:

@@ -234,8 +234,18 @@ class Orders:
             self._channel.send(Differs(step))
 
 
-if __name__ == "__main__":
+def run(argument: str) -> int:
+    """The exit code of the process."""
     try:
-        sys.exit(main(sys.argv[1]))
+        return main(argument)
     except msgspec.MsgspecError as error:
-        sys.exit(f"error: rank 0 said what is no message: {error}")
+        logger.error("rank 0 said what is no message: %s", error)
+    except Exception:
+        logger.exception("this rank failed")
+    return 1
+
+
+if __name__ == "__main__":
+    code = run(sys.argv[1])
+    logging.shutdown()
+    os._exit(code)  # threads of a device's library may wait for what nobody takes down any more

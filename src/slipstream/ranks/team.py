@@ -13,11 +13,9 @@ is answered, and `on_lost` is called once.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import logging
-import os
 import queue
 import selectors
 import socket
@@ -28,6 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -53,12 +52,9 @@ from slipstream.ranks.control import (
     error_of,
     result_of,
 )
+from slipstream.ranks.elsewhere import RankElsewhere
 from slipstream.ranks.ring import RingWriter
 from slipstream.run.parallel import Meeting
-from slipstream.transfer.copies import HeadMove
-from slipstream.transfer.rank import Area, Figures, Sent
-from slipstream.transfer.route import Ranking
-from slipstream.transfer.transports.base import Exports
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -211,14 +207,18 @@ class Team:
         return ""
 
     @property
+    def pids(self) -> list[int]:
+        return [follower.process.pid for follower in self._followers]
+
+    @property
     def ranks(self) -> list[RankElsewhere]:
         """Ranks 1 and up, for links and preflights, once they are ready."""
         ready = zip(self._followers, self._ready, strict=True)
-        return [RankElsewhere(self, follower, known) for follower, known in ready]
+        return [RankElsewhere(known.exports, partial(self._ask, follower)) for follower, known in ready]
 
     # ------------------------------------------------------------------------------------------- calls
 
-    def ask(self, follower: Any, verb: str, arguments: tuple[Any, ...]) -> Future[Any]:
+    def _ask(self, follower: _Follower, verb: str, *arguments: Any) -> Future[Any]:
         """Calls a method of a rank. The future fails with what it raised, or with PeerLost."""
         future: Future[Any] = Future()
         number = next(self._numbers)
@@ -348,51 +348,6 @@ class Team:
         self.meeting.close()
 
 
-class RankElsewhere:
-    """A rank in a process of its own, as `transfer.rank.Rank`."""
-
-    def __init__(self, team: Team, follower: Any, ready: Ready) -> None:
-        self.exports: Exports = ready.exports
-        self.arrival, self.departure = asyncio.Lock(), asyncio.Lock()
-        self._team, self._follower = team, follower
-
-    async def _ask(self, verb: str, *arguments: Any) -> Any:
-        return await asyncio.wrap_future(self._team.ask(self._follower, verb, arguments))
-
-    async def admit(self, peer: str, theirs: list[Exports]) -> None:
-        await self._ask("admit", peer, theirs)
-
-    async def source_gone(self, peer: str) -> bool:
-        return await self._ask("source_gone", peer)
-
-    async def blank(self) -> Area:
-        return await self._ask("blank")
-
-    async def check(self, bytes: int, block: int, seed: int) -> str:
-        return await self._ask("check", bytes, block, seed)
-
-    async def candidates(self, theirs: Exports) -> Ranking:
-        return await self._ask("candidates", theirs)
-
-    async def open(self, peer: str, theirs: Exports, transport: str, moves: list[HeadMove]) -> None:
-        await self._ask("open", peer, theirs, transport, moves)
-
-    async def send_pattern(self, peer: str, rank: int, area: Area, seed: int) -> Sent:
-        return await self._ask("send_pattern", peer, rank, area, seed)
-
-    async def measure(self, peer: str, rank: int, area: Area, seed: int) -> Figures:
-        return await self._ask("measure", peer, rank, area, seed)
-
-    async def give_up(self, peer: str, rank: int) -> None:
-        await self._ask("give_up", peer, rank)
-
-    async def use(self, peer: str) -> None:
-        await self._ask("use", peer)
-
-    async def disconnect(self, peer: str) -> None:
-        await self._ask("disconnect", peer)
-
-
 def _logging() -> tuple[str, str]:
     """How this process logs, for the others to do the same; an empty level where it has not been set up."""
     from slipstream.logs import JsonFormatter
@@ -402,9 +357,3 @@ def _logging() -> tuple[str, str]:
     as_json = any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
     level = logging.getLogger("slipstream").getEffectiveLevel()
     return logging.getLevelName(level).lower(), "json" if as_json else "text"
-
-
-def close_inherited(fds: Sequence[int]) -> None:
-    for fd in fds:
-        with contextlib.suppress(OSError):
-            os.close(fd)

@@ -2,7 +2,8 @@
 
 Nothing stands between a call here and NCCL's: no stream of its own, no thread that watches, so that exchanges are
 captured into CUDA graphs like kernels. The library is the one that torch brings. `abort` ends exchanges that wait for a
-rank which is gone: they return, with results that mean nothing, and the worker ends.
+rank which is gone: they return, with results that mean nothing, and the worker ends. NCCL lets go of a group only when
+no CUDA graph holds it any more (seen on two H200: the call returns no earlier), so that is left to a thread.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ class NcclGroup:
         with self._lock:
             comm, self._comm = self._comm, None
         if comm is not None:
-            self._nccl.ncclCommAbort(comm)
+            name = "slipstream-nccl"
+            threading.Thread(target=self._nccl.ncclCommAbort, args=(comm,), name=name, daemon=True).start()
 
     def close(self) -> None:
         """Ends the group. Others may be gone already, so this does not wait for them."""
