@@ -357,14 +357,14 @@ def test_a_step_does_not_cost_more_because_many_wait() -> None:
         bench.step()
         bench.step()
         count = 0
-        honest = bench.core._attempt
+        honest = bench.core._admission.attempt
 
         def counting(claim, honest=honest):
             nonlocal count
             count += 1
             return honest(claim)
 
-        bench.core._attempt = counting  # type: ignore[method-assign]
+        bench.core._admission.attempt = counting  # type: ignore[method-assign]
         for _ in range(10):
             bench.step()
         looks.append(count)

@@ -30,6 +30,7 @@ import logging
 import numpy as np
 
 from slipstream import wire
+from slipstream.engine.admission import Admission
 from slipstream.engine.effects import Effect, Outbox
 from slipstream.engine.flights import Flights, Work
 from slipstream.engine.incoming import Arrival, Incoming
@@ -37,7 +38,7 @@ from slipstream.engine.observe import NoObserver, Observer
 from slipstream.engine.outgoing import Outgoing, Owner
 from slipstream.engine.plan import StepOutcome, StepPlan
 from slipstream.engine.rows import RowTable
-from slipstream.engine.scheduler import Claim, Scheduler, Verdict
+from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.sequence import Phase, Sequence
 from slipstream.engine.terms import CHUNK_TOKENS, EngineNumbers, Terms
 from slipstream.errors import REQUEST_ERRORS
@@ -93,7 +94,7 @@ class EngineCore:
             chunk_tokens=chunk_tokens,
             headroom_tokens=headroom_tokens,
             prefix_cache=settings.prefix_cache,
-            fits=self._fits,
+            fits=lambda cost, growth: self._admission.fits(cost, growth),
             withdraw=lambda sequence: self._outgoing.cancel(sequence, "worker_lost"),
             give_up=self._outgrown,
             observer=observer,
@@ -106,14 +107,14 @@ class EngineCore:
             max_model_len=self.max_model_len,
             max_sequences=settings.max_sequences,
             prefix_cache=settings.prefix_cache,
-            fits=self._fits,
+            fits=lambda cost, growth: self._admission.fits(cost, growth),
             adopted=self._adopt,
             observer=observer,
         )
+        self._admission = Admission(self._account, self._scheduler, self._incoming, self._outgoing)
         self._live: dict[str, Sequence] = {}  # by request id: those that may still need an answer from here
         self._ending: set[Sequence] = set()  # ended, but a step or a copy still uses their pages
         self._flights = Flights(self._rows, self._scheduler, observer, lambda sequence: self._release(sequence))
-        self._futile: tuple[int, int, bool] | None = None  # where admission found nothing more to do
 
     # --------------------------------------------------------------------------------------------------- from routers
 
@@ -211,50 +212,9 @@ class EngineCore:
         if begun is None:
             return None
         decodes, rows = begun
-        self._admit()
+        self._admission.serve(busy=bool(flights))
         chunks = self._scheduler.take_chunks()
         return flights.launch(Work(decodes, rows, chunks)) if decodes or chunks else None
-
-    def _admit(self) -> None:
-        """Serves waiting sequences and offers, as far as pages, rows and tokens go."""
-        scheduler, incoming = self._scheduler, self._incoming
-        if not scheduler.waiting and not incoming.deferred:
-            return
-        if self._futile == self._room():
-            return
-        settled = scheduler.admit(scheduler.claims(incoming.deferred), self._attempt)
-        if incoming.deferred and self._alone:
-            if self._flights:
-                settled = False  # pages of ended sequences come back with the step
-            else:
-                first = incoming.deferred[0]
-                scheduler.reclaim(lambda: incoming.try_grant(first) is not Verdict.NO_PAGES)
-        incoming.defer_rest()
-        self._futile = self._room() if settled else None
-
-    def _attempt(self, claim: Claim) -> Verdict:
-        if isinstance(claim, Arrival):
-            return self._incoming.try_grant(claim)
-        assert isinstance(claim, Sequence)
-        verdict = self._scheduler.admit_waiting(claim)
-        if verdict is Verdict.TAKEN and claim.destination is not None and not claim.ends_with_next_token:
-            self._outgoing.offer(claim)
-            self._outgoing.progress(claim)  # a prefix that is here already can be copied at once
-        return verdict
-
-    def _fits(self, cost: int, growth: int) -> bool:
-        """Whether new work may take `cost` pages: beside the head-room of what is here, unless nothing is."""
-        headroom = 0 if self._alone else self._scheduler.headroom() + self._incoming.headroom() + growth
-        return cost + headroom <= self._account.available
-
-    @property
-    def _alone(self) -> bool:
-        """Whether nothing here will free pages by itself, so that head-room would be kept for nobody."""
-        return not self._scheduler.moving and not self._incoming.granted
-
-    def _room(self) -> tuple[int, int, bool]:
-        """Changes when admission may find more than before."""
-        return self._account.releases, self._scheduler.arrivals, self._alone
 
     def settle(self, plan: StepPlan, outcome: StepOutcome) -> None:
         """Takes the outcome of the plan: tokens go to the routers, full pages to their destinations."""
@@ -452,20 +412,7 @@ class EngineCore:
         return self._status(Changes(added=self._index.keys(), reset=True))
 
     def _status(self, changes: Changes) -> wire.Status:
-        scheduler = self._scheduler
-        return wire.Status(
-            waiting=len(scheduler.waiting) + len(self._incoming.deferred),
-            running=scheduler.running,
-            handing_off=len(scheduler.handing_off) + self._incoming.granted,
-            waiting_tokens=scheduler.waiting_tokens,
-            pages_free=self._account.free,
-            pages_cached=self._account.cached,
-            pages_total=self._account.total,
-            draining=self.draining,
-            added=changes.added,
-            removed=changes.removed,
-            reset=changes.reset,
-        )
+        return self._admission.status(self.draining, changes)
 
     def audit(self) -> PageAudit:
         """Compares the page account with what sequences and transfers hold."""
