@@ -132,3 +132,34 @@ def test_attention_of_prompts_gives_each_group_of_warps_its_part(dim: int, tile:
     ptx = _gluon("attend", types, {"HEADS": 12, "GROUP": 6, "STAGES": stages}, maxnreg=168)
     assert re.search(r"setmaxnreg.inc.sync.aligned.u32\s+240", ptx)
     assert "wgmma.mma_async.sync.aligned.m64n128k16" in ptx
+
+
+class Noted:
+    """Stands for all kernels of a module: writes down what is to be compiled, and launches nothing."""
+
+    def __init__(self, seen: set[str], name: str = "") -> None:
+        self._seen, self._name = seen, name
+
+    def __getattr__(self, name: str) -> Noted:
+        return Noted(self._seen, name)
+
+    def warmup(self, *arguments: object, grid: tuple[int, ...], **constants: object) -> None:
+        assert all(size > 0 for size in grid)
+        self._seen.add(self._name)
+
+
+def test_what_steps_need_is_compiled_ahead_and_not_launched():
+    import torch
+    from tests.unit.kernel_checks import Twins, config, random_model
+
+    from slipstream.run.cuda.prepare import compile_ahead
+
+    seen: set[str] = set()
+    both = Twins(random_model(config(tied=True), torch.device("cpu"), torch.float32))
+    before = both.pools[0].values.clone()
+    both.kernels.modules = {name: Noted(seen) for name in both.kernels.modules}
+    compile_ahead(both.kernels, both.model, [1, 2, 64])
+    small = {"rms_norm", "silu_mul", "one_row"}
+    assert seen == small | {"decode_attention", "rotate_and_write", "prefill_attention"}
+    assert isinstance(both.kernels.modules["small"], Noted)
+    assert torch.equal(both.pools[0].values, before)

@@ -14,6 +14,7 @@ from torch import Tensor
 from slipstream.model.layers import Linear
 
 MOST_ROWS = 64  # of `FewRows`
+LEAST_ROOM = 16  # rows that the kernel is compiled for at least: 8 are hardly faster, and one more to compile
 WIDE = 1 << 16  # outputs of a product that only the head of a model has
 PARTIAL_BYTES = 16 << 20  # room for the shares of divided products
 COUNTERS = 4096
@@ -27,10 +28,16 @@ def usable(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     try:
-        from slipstream.run.cuda import hopper_kernels  # noqa: F401
+        kernels()
     except ImportError:
         return False
     return dtype in (torch.bfloat16, torch.float16)
+
+
+def kernels() -> Any:
+    from slipstream.run.cuda import hopper_kernels
+
+    return hopper_kernels
 
 
 def describe(tensor: Tensor, block: list[int]) -> Any:
@@ -48,7 +55,7 @@ def few_rows_pay(outputs: int, inputs: int, rows: int, *, add: bool, gated: bool
     if inputs % 8:  # the copy engine wants rows at multiples of 16 bytes
         return False
     if rows == 1:
-        return not gated and (outputs >= WIDE or inputs >= 4 * outputs)
+        return not gated and outputs >= WIDE
     return rows <= 32 or (rows <= MOST_ROWS and not add)
 
 
@@ -68,26 +75,25 @@ class FewRows:
     """Products with up to MOST_ROWS rows: out = act(x W^T + b), or out += x W^T + b."""
 
     def __init__(self, device: torch.device, *, pdl: bool) -> None:
-        from slipstream.run.cuda import hopper_kernels
-
-        self._kernel: Any = hopper_kernels.few_rows
         self._pdl: dict[str, Any] = {"PDL": pdl, "launch_pdl": pdl}
         self._partial = torch.empty(PARTIAL_BYTES // 4, dtype=torch.float32, device=device)
         self._arrived = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         self._described: dict[tuple[int, int, int], Any] = {}
         self.shape = few_rows_shape  # a benchmark may try others
 
-    def __call__(self, x: Tensor, linear: Linear, out: Tensor, *, add: bool = False, gated: bool = False) -> Tensor:
+    def __call__(
+        self, kernel: Any, x: Tensor, linear: Linear, out: Tensor, *, add: bool = False, gated: bool = False
+    ) -> Tensor:
         (rows, inputs), outputs = x.shape, out.shape[1]
         count, block, stages, splits = self.shape(outputs, inputs, rows, gated)
-        room = max(8, 1 << (rows - 1).bit_length())
+        room = max(LEAST_ROOM, 1 << (rows - 1).bit_length())
         tiles = -(-outputs // count)
         assert tiles <= COUNTERS
         assert tiles * splits * count * room * 4 * (1 + gated) <= PARTIAL_BYTES or splits == 1
         key = (linear.weight.data_ptr(), count, block)
         if key not in self._described:
             self._described[key] = describe(linear.weight, [count, block])
-        self._kernel[(tiles, splits)](
+        kernel[(tiles, splits)](
             self._described[key],
             describe(x, [room, block]),
             x if linear.bias is None else linear.bias,
@@ -115,6 +121,7 @@ def prompt_shape(dim: int) -> tuple[int, int]:
 
 
 def attend_prompts(
+    kernel: Any,
     qkv: Tensor,
     laid: tuple[Any, Any],
     out: Tensor,
@@ -129,10 +136,7 @@ def attend_prompts(
     stages: int,
 ) -> Tensor:
     """Attention of chunks over laid-out keys and values (descriptors); columns: query_start, lengths, starts."""
-    from slipstream.run.cuda import hopper_kernels
-
     sequences = columns[1].shape[0]
-    kernel: Any = hopper_kernels.attend
     kernel[(heads, -(-longest // PROMPT_ROWS), sequences)](
         describe(qkv, [GROUP_ROWS, dim]),
         *laid,

@@ -67,7 +67,8 @@ def decode_shape(pairs: int) -> tuple[int, int, int, int]:
     """
     if pairs >= 384:
         return 1, 64, 4, 3
-    return max(2, min(MOST_SPLITS, DECODE_PROGRAMS // pairs)), 64, 2, 3
+    splits = max(2, min(MOST_SPLITS, DECODE_PROGRAMS // pairs))
+    return (splits, 128, 4, 3) if pairs <= 32 else (splits, 64, 2, 2)
 
 
 def one_row_shape(outputs: int, inputs: int, gated: bool) -> tuple[int, int, int]:
@@ -96,15 +97,17 @@ class TritonOps:
         self.config, self.pool, self.rotary = config, pool, rotary
         self.streams = pool.dtype != torch.float16  # there x * gain could overflow
         self.prompts: PromptAttention | None = None  # instead of the kernels here
-        self._kernels: Any = kernels
-        self._attention: Any = attention_kernels
+        self.modules: dict[str, Any] = {"small": kernels, "attention": attention_kernels}
         self._pdl: dict[str, Any] = {"PDL": pdl, "launch_pdl": True} if pdl else {"PDL": False}
         self.one_row_shape = one_row_shape  # a benchmark may try others, of these
         self.paged_shape, self.gathered_shape = paged_shape, gathered_shape
         has_tensor_copies = pool.device.type == "cuda" and torch.cuda.get_device_capability(pool.device) >= (9, 0)
         self._gathers = has_tensor_copies and pool.dtype != torch.float32 and pool.layout.head_dim in (64, 128)
         self._hopper = hopper.usable(pool.device, pool.dtype)
-        self._few = hopper.FewRows(pool.device, pdl=pdl) if self._hopper else None
+        self._few = None
+        if self._hopper:
+            self.modules["hopper"] = hopper.kernels()
+            self._few = hopper.FewRows(pool.device, pdl=pdl)
         self.few_rows_pay, self.prompt_shape = hopper.few_rows_pay, hopper.prompt_shape  # likewise
         self._room_laid_out = LAID_OUT_BYTES // (2 * pool.layout.kv_heads * pool.layout.head_dim * pool.dtype.itemsize)
         self._laid: tuple[tuple[int, int], tuple[Tensor, Tensor], tuple[Any, ...]] | None = None
@@ -128,48 +131,50 @@ class TritonOps:
     def rms_norm(self, x: Tensor, norm: RMSNorm, out: Tensor) -> Tensor:
         size = x.shape[1]
         block = power_of_two(size)
-        self._kernels.rms_norm[(x.shape[0],)](
+        self.modules["small"].rms_norm[(x.shape[0],)](
             x, norm.weight, out, size, norm.eps, BLOCK=block, num_warps=max(1, min(8, block // 256)), **self._pdl
         )
         return out
 
     def project(self, x: Tensor, linear: Linear, out: Tensor, norm: RMSNorm | None = None) -> Tensor:
-        few = self._few_rows(x, linear)
-        if few is None and self._streams(x, linear):
+        few = self._takes_few(x, linear)
+        if not few and self._streams(x, linear):
             return self._stream(x, linear, out, norm)
         if norm is not None:
             x = self.rms_norm(x, norm, torch.empty_like(x))
-        if few is not None:
-            return few(x, linear, out)
+        if few:
+            return self._few_rows(x, linear, out)
         if linear.bias is None:
             return torch.mm(x, linear.transposed, out=out)
         return torch.addmm(linear.bias, x, linear.transposed, out=out)
 
     def add_project(self, x: Tensor, linear: Linear, out: Tensor) -> Tensor:
-        few = self._few_rows(x, linear, add=True)
-        if few is not None:
-            return few(x, linear, out, add=True)
+        if self._takes_few(x, linear, add=True):
+            return self._few_rows(x, linear, out, add=True)
         if self._streams(x, linear):
             return self._stream(x, linear, out, add=True)
         out.addmm_(x, linear.transposed)
         return out if linear.bias is None else out.add_(linear.bias)
 
     def gated(self, x: Tensor, gate_up: Linear, out: Tensor, norm: RMSNorm) -> Tensor:
-        few = self._few_rows(x, gate_up, gated=True)
-        if few is not None:
-            return few(self.rms_norm(x, norm, torch.empty_like(x)), gate_up, out, gated=True)
+        if self._takes_few(x, gate_up, gated=True):
+            return self._few_rows(self.rms_norm(x, norm, torch.empty_like(x)), gate_up, out, gated=True)
         if self._streams(x, gate_up):
             return self._stream(x, gate_up, out, norm, gated=True)
         both = self.project(x, gate_up, x.new_empty(x.shape[0], gate_up.weight.shape[0]), norm)
         size = out.shape[1]
-        self._kernels.silu_mul[(x.shape[0], -(-size // 2048))](both, out, size, BLOCK=2048, num_warps=8, **self._pdl)
+        self.modules["small"].silu_mul[(x.shape[0], -(-size // 2048))](
+            both, out, size, BLOCK=2048, num_warps=8, **self._pdl
+        )
         return out
 
-    def _few_rows(self, x: Tensor, linear: Linear, *, add: bool = False, gated: bool = False) -> hopper.FewRows | None:
+    def _takes_few(self, x: Tensor, linear: Linear, *, add: bool = False, gated: bool = False) -> bool:
         (rows, inputs), outputs = x.shape, linear.weight.shape[0] // (2 if gated else 1)
-        if self._few is None or not self.few_rows_pay(outputs, inputs, rows, add=add, gated=gated):
-            return None
-        return self._few
+        return self._few is not None and self.few_rows_pay(outputs, inputs, rows, add=add, gated=gated)
+
+    def _few_rows(self, x: Tensor, linear: Linear, out: Tensor, *, add: bool = False, gated: bool = False) -> Tensor:
+        assert self._few is not None
+        return self._few(self.modules["hopper"].few_rows, x, linear, out, add=add, gated=gated)
 
     def _streams(self, x: Tensor, linear: Linear) -> bool:
         return x.shape[0] == 1 and linear.weight.shape[1] % 8 == 0 and self.streams
@@ -182,7 +187,7 @@ class TritonOps:
         bias = linear.weight if linear.bias is None else linear.bias
         gain, eps = (linear.weight, 0.0) if norm is None else (norm.weight, norm.eps)
         count, block, warps = self.one_row_shape(outputs, inputs, gated)
-        self._kernels.one_row[(-(-outputs // count),)](
+        self.modules["small"].one_row[(-(-outputs // count),)](
             x,
             gain,
             linear.weight,
@@ -217,7 +222,7 @@ class TritonOps:
         layout, sequences = self.pool.layout, qkv.shape[0]
         splits, tile, warps, stages = decode_shape(sequences * layout.kv_heads)
         query_gain, key_gain, eps, normed = self._gains(layer)
-        self._attention.decode_attention[(sequences, layout.kv_heads, splits)](
+        self.modules["attention"].decode_attention[(sequences, layout.kv_heads, splits)](
             qkv,
             query_gain,
             key_gain,
@@ -257,7 +262,7 @@ class TritonOps:
         layout, heads = self.pool.layout, self.config.heads
         query_gain, key_gain, eps, normed = self._gains(layer)
         keys = self._keys(layer)
-        self._attention.rotate_and_write[(qkv.shape[0],)](
+        self.modules["attention"].rotate_and_write[(qkv.shape[0],)](
             qkv,
             query_gain,
             key_gain,
@@ -287,7 +292,7 @@ class TritonOps:
     def _attend_paged(self, keys: Tensor, qkv: Tensor, out: Tensor, step: MixedColumns) -> Tensor:
         layout, heads = self.pool.layout, self.config.heads
         rows, tile, warps, stages = self.paged_shape(layout.head_dim, self.pool.dtype)
-        self._attention.prefill_attention[(-(-step.longest // rows), heads, step.lengths.shape[0])](
+        self.modules["attention"].prefill_attention[(-(-step.longest // rows), heads, step.lengths.shape[0])](
             qkv,
             out,
             keys,
@@ -317,7 +322,7 @@ class TritonOps:
         if self._hopper:
             tile, stages = self.prompt_shape(layout.head_dim)
         laid, descriptors = self._laid_out(step.laid_out, tile)
-        self._attention.gather_pages[(-(-step.longest_context // ROW_BLOCK), layout.kv_heads, chunks)](
+        self.modules["attention"].gather_pages[(-(-step.longest_context // ROW_BLOCK), layout.kv_heads, chunks)](
             keys,
             *laid,
             step.starts,
@@ -336,9 +341,17 @@ class TritonOps:
         if self._hopper:
             shape = {"heads": heads, "group": self._group, "dim": layout.head_dim, "stages": stages}
             return hopper.attend_prompts(
-                qkv, descriptors, out, columns, step.laid_out, step.longest, self._scale, **shape
+                self.modules["hopper"].attend,
+                qkv,
+                descriptors,
+                out,
+                columns,
+                step.laid_out,
+                step.longest,
+                self._scale,
+                **shape,
             )
-        self._attention.prefill_gathered[(-(-step.longest // rows), heads, chunks)](
+        self.modules["attention"].prefill_gathered[(-(-step.longest // rows), heads, chunks)](
             qkv,
             out,
             *descriptors,

@@ -32,6 +32,7 @@ from slipstream.run.cuda.forward import mixed
 from slipstream.run.cuda.graphs import DecodeGraphs, graph_sizes
 from slipstream.run.cuda.inputs import MixedInputs
 from slipstream.run.cuda.ops import HEAD_DIMS, Ops, TritonOps
+from slipstream.run.cuda.prepare import compile_ahead
 from slipstream.run.cuda.sampling import TokenOps, TorchTokens, TritonTokens
 from slipstream.run.runner import Runner
 from slipstream.run.sampler import Chosen, DrawColumns, Sampler, to_device
@@ -105,6 +106,8 @@ class CudaRunner(Runner):
             self.sampler = Sampler(max_sequences, model.config.vocab, device, self._draw)
             self._mixed = MixedInputs(layout.page_tokens, device)
             sizes = graph_sizes(max_sequences) if capture else []
+            if capture and isinstance(ops, TritonOps):
+                compile_ahead(ops, model, sizes)
             self._graphs = DecodeGraphs(model, ops, self._tokens, self._last, sizes, max_sequences, max_pages)
             self._sync()
 
