@@ -90,8 +90,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(
             ge=0,
-            description="Tokens computed in one step at most; longer prompts are cut into chunks. 0 is 512 on a CPU and "
-            "8192 on a GPU.",
+            description="Tokens computed in one step at most; longer prompts are cut into chunks. 0 is 512 on a CPU "
+            "and 8192 on a GPU.",
+        ),
+    ] = 0
+    mixed_chunk_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="The same for a step in which other sequences decode: what they wait for between two tokens. 0 "
+            "is 512 on a GPU and `chunk_tokens` on a CPU.",
         ),
     ] = 0
     prefix_cache: Annotated[bool, Meta(description="Keep finished prefixes for reuse until the room is needed.")] = True

@@ -36,6 +36,7 @@ class Numbers:
     page_tokens: int = 4
     pages: int = 16
     chunk_tokens: int = 8
+    mixed_chunk_tokens: int = 0
     max_sequences: int = 3
     max_waiting: int = 64
     max_model_len: int = 40

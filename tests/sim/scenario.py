@@ -227,6 +227,7 @@ def _numbers(rng: random.Random, depth: int) -> Numbers:
         prefix_cache=rng.random() < 0.85,
         headroom_tokens=rng.choice((0, 0, 2, 8)),
         depth=depth,
+        mixed_chunk_tokens=rng.choice((0, 0, 3, 8)),
     )
 
 

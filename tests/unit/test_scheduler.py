@@ -98,6 +98,22 @@ def test_decoding_comes_first_and_prompts_get_what_is_left_of_the_budget() -> No
     assert np.diff(plan.query_start).tolist() == [1, 1, 6]
 
 
+def test_a_prompt_beside_which_others_decode_moves_in_smaller_chunks() -> None:
+    bench = Bench(100, chunk_tokens=32, mixed_chunk_tokens=6)
+    bench.submit("a", 4, 50)
+    plan = bench.step()
+    assert plan is not None
+    assert np.diff(plan.query_start).tolist() == [4]
+    bench.submit("long", 70, 5)
+    plan = bench.step()
+    assert plan is not None
+    assert np.diff(plan.query_start).tolist() == [1, 5]
+    bench.core.abort("a", 0)
+    plan = bench.step()
+    assert plan is not None
+    assert np.diff(plan.query_start).tolist() == [32]
+
+
 def test_prompts_still_move_where_decoding_fills_the_budget() -> None:
     bench = Bench(200, chunk_tokens=4, max_sequences=8)
     for i in range(6):

@@ -92,6 +92,7 @@ class EngineCore:
             self._rows,
             page_tokens=self.page_tokens,
             chunk_tokens=chunk_tokens,
+            mixed_chunk_tokens=min(settings.mixed_chunk_tokens or chunk_tokens, chunk_tokens),
             headroom_tokens=headroom_tokens,
             prefix_cache=settings.prefix_cache,
             fits=lambda cost, growth: self._admission.fits(cost, growth),

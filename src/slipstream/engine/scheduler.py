@@ -5,7 +5,8 @@ that goes on whatever token it gets. What is not safe then is left for when that
 
 A step is made in this order: adopted sequences get free rows; decoding ones get a page where their next token needs
 one; every decoding sequence contributes one token; what is left of `chunk_tokens` goes to prompts that have begun, then
-to new ones. Where decoding alone fills the budget, prompts still get up to one page of tokens, so that they move.
+to new ones. Where any sequence decodes, all of these wait for the step, and `mixed_chunk_tokens` takes the place of
+`chunk_tokens`. Where decoding alone fills the budget, prompts still get up to one page of tokens, so that they move.
 
 Pages of a prompt are taken all at once when its first chunk is scheduled, so that a sequence whose destination has
 granted pages needs nothing more here: two workers that hand over to each other cannot wait for each other's memory.
@@ -70,6 +71,7 @@ class Scheduler:
         *,
         page_tokens: int,
         chunk_tokens: int,
+        mixed_chunk_tokens: int,
         headroom_tokens: int,
         prefix_cache: bool,
         fits: Callable[[int, int], bool],
@@ -89,7 +91,7 @@ class Scheduler:
         self.preemptions = 0
         self.arrivals = 0
         self._page_tokens = page_tokens
-        self._chunk_tokens = chunk_tokens
+        self._chunk_tokens, self._mixed_chunk_tokens = chunk_tokens, mixed_chunk_tokens
         self._headroom_tokens = headroom_tokens
         self._prefix_cache = prefix_cache
         self._fits = fits
@@ -158,8 +160,8 @@ class Scheduler:
         else:
             decodes, rows = [self.decoding[i] for i in np.flatnonzero(able)], rows[able]
         prompts = bool(self.prefilling or self.waiting)
-        floor = min(self._chunk_tokens, self._page_tokens)
-        self._budget = max(self._chunk_tokens - len(rows), floor) if prompts else 0
+        most = self._mixed_chunk_tokens if decodes else self._chunk_tokens
+        self._budget = max(most - len(rows), min(most, self._page_tokens)) if prompts else 0
         self._chunks = []
         for sequence in self.prefilling:
             if self._budget == 0:

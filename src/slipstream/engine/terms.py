@@ -13,12 +13,14 @@ CHUNK_TOKENS = 512  # where `chunk_tokens` is 0: enough to keep a CPU busy
 
 class EngineNumbers(Protocol):
     """What the core reads of `config.EngineConfig`; `max_model_len` 0 means what the pool holds, and
-    `chunk_tokens` 0 CHUNK_TOKENS."""
+    `chunk_tokens` 0 CHUNK_TOKENS, and `mixed_chunk_tokens` 0 `chunk_tokens`."""
 
     @property
     def page_tokens(self) -> int: ...
     @property
     def chunk_tokens(self) -> int: ...
+    @property
+    def mixed_chunk_tokens(self) -> int: ...
     @property
     def max_sequences(self) -> int: ...
     @property

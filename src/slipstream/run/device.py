@@ -25,6 +25,7 @@ CPU_POOL_TOKENS = 32768  # default of a CPU worker, when memory allows
 CPU_POOL_SHARE = 0.25  # of free memory, at most: several workers share a machine
 GPU_RESERVE_BYTES = 1 << 30  # left for compiled code, graphs and the runtime's own needs
 CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}  # of one step, unless told: what keeps a device busy
+MIXED_CHUNK_TOKENS = {"cuda": 512}  # of one in which others decode: about 12 ms of a model of 8 billion parameters
 UUID = re.compile(r"(GPU-)?[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 
 

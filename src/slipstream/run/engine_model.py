@@ -25,7 +25,15 @@ from slipstream.model.files import ModelFiles, locate
 from slipstream.model.llama import Llama
 from slipstream.model.loader import Progress, load
 from slipstream.model.shard import Shard, refuse_indivisible
-from slipstream.run.device import CHUNK_TOKENS, Placement, free_bytes, place, pool_pages, usable_cores
+from slipstream.run.device import (
+    CHUNK_TOKENS,
+    MIXED_CHUNK_TOKENS,
+    Placement,
+    free_bytes,
+    place,
+    pool_pages,
+    usable_cores,
+)
 from slipstream.run.parallel import Group, MemoryGroup
 from slipstream.run.runner import Runner
 from slipstream.transfer.transports.base import Region
@@ -173,7 +181,8 @@ def open_model(engine: EngineConfig, progress: Progress | None = None, *, rank: 
         engine = msgspec.structs.replace(engine, threads=max(1, len(usable_cores()) // engine.tp))
     placement = place(engine)
     chunk_tokens = engine.chunk_tokens or CHUNK_TOKENS[placement.device.type]
-    engine = msgspec.structs.replace(engine, chunk_tokens=chunk_tokens)
+    mixed = engine.mixed_chunk_tokens or MIXED_CHUNK_TOKENS.get(placement.device.type, chunk_tokens)
+    engine = msgspec.structs.replace(engine, chunk_tokens=chunk_tokens, mixed_chunk_tokens=min(mixed, chunk_tokens))
     dummy = engine.load_format == "dummy"
     files = locate(engine.model, need_weights=not dummy)
     config = read_config(files)
