@@ -84,12 +84,11 @@ class Model:
 
 
 GPU_FLAGS = ("--max-sequences", "256", "--max-model-len", "16384", "--page-tokens", "16")
-CHUNKS = {"apart": ("--chunk-tokens", "8192"), "both": ("--chunk-tokens", "512")}
 MODELS = (
-    Model("8b", LLAMA_8B, "1024-7168", "64-256", (4, 8, 12), flags=GPU_FLAGS, server_flags=CHUNKS),
+    Model("8b", LLAMA_8B, "1024-7168", "64-256", (4, 8, 12), flags=GPU_FLAGS),
     Model(
         "1.5b", {**SHAPES["1.5b"], "max_position_embeddings": 32768}, "512-2048", "64-256", (8, 24, 48),
-        long_rate=4.0, disturbing_rate=6.0, flags=GPU_FLAGS, server_flags=CHUNKS,
+        long_rate=4.0, disturbing_rate=6.0, flags=GPU_FLAGS,
     ),
 )  # fmt: skip
 TINY = (
