@@ -5,9 +5,9 @@ way: `one_row` takes the RMS norm of its input, adds bias and residual, and appl
 nothing: x * gain is multiplied, the squares of x are summed beside it, and the sum is divided by their mean's root at
 the end.
 
-Products with more rows are cuBLAS's (kernels on tensor cores with the same extras were slower from 4 rows up, see
-docs/performance.md); `rms_norm` and `silu_mul` stand between them, and cuBLAS adds the residual. The twins in plain
-torch are in `twins`.
+Products with a few more rows are `hopper_kernels.few_rows`'s where that runs, and cuBLAS's otherwise (see
+docs/performance.md); `rms_norm` and `silu_mul` stand between the latter, and cuBLAS adds the residual. The twins in
+plain torch are in `twins`.
 """
 
 from __future__ import annotations
