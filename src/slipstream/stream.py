@@ -1,8 +1,12 @@
-"""One framed, ordered message link over TCP, for asyncio.
+"""One framed, ordered message link over TCP, for asyncio, that any thread may send on.
 
-`send` never waits: messages queue in the transport's buffer, and a peer that does not read is cut off when the buffer
-passes its bound, because a queue that grows without end is a loss that nobody has been told of yet. `receive` returns
-None at the end of the stream, whatever ended it.
+`send` never waits, and goes to the socket at once where the socket takes it: a thread that has something to say does
+not have to wake the one of the event loop for that. What the socket does not take queues, behind it everything that is
+sent later, and the event loop writes it; a peer that does not read is cut off when the queue passes its bound, because
+a queue that grows without end is a loss that nobody has been told of yet.
+
+`receive` returns None at the end of the stream, whatever ended it. Where messages should not wait for a task to be
+scheduled, `divert` has them handed to a function as they come, all that came together in one call.
 """
 
 from __future__ import annotations
@@ -10,7 +14,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -19,23 +27,46 @@ from slipstream import wire
 logger = logging.getLogger(__name__)
 
 MAX_BUFFERED = 512 << 20
+MAX_UNREAD = 4096  # messages that nobody has asked for yet, before the peer has to wait
+
+Take = Callable[[Sequence[wire.Message]], Sequence[wire.Message]]
 
 
-class Link:
-    """One connection. Used from one event loop only."""
+class Link(asyncio.Protocol):
+    """One connection. All methods but `send` are for the event loop that made it.
+
+    Takes the connection over from `reader` and `writer`, which are not to be used any more.
+    """
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, decoder: wire.Decoder, label: str = ""
     ) -> None:
-        self._reader = reader
         self._writer = writer
         self._decoder = decoder
         self.label = label
         self.lost_because = ""
         self.farewell: wire.Goodbye | None = None  # of the other side, when it ended the link on purpose
-        sock = writer.get_extra_info("socket")
-        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._loop = asyncio.get_running_loop()
+        self._transport = writer.transport
+        self._came = bytearray()  # of a frame that is not complete
+        self._wanted = 4  # bytes of it that have to be there before it is worth a look
+        self._messages: deque[wire.Message] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._take: Take | None = None
+        self._over = False  # nothing comes any more
+        self._held_up = False  # the peer has to wait until somebody receives
+        self._lock = threading.Lock()  # of all below
+        self._closing = False
+        self._unsent: deque[memoryview] = deque()
+        self._unsent_bytes = 0
+        self._socket = _own_descriptor(writer)
+        self._transport.set_protocol(self)
+        already = bytes(getattr(reader, "_buffer", b""))  # in the same breath as the connection: hardly ever anything
+        if already:
+            self.data_received(already)
+        if self._transport.is_closing() or getattr(reader, "_eof", False):
+            self._transport.abort()
+            self.connection_lost(None)
 
     @classmethod
     async def connect(cls, address: str, decoder: wire.Decoder, *, timeout_s: float = 5.0) -> Link:
@@ -47,48 +78,187 @@ class Link:
 
     @property
     def closing(self) -> bool:
-        return self._writer.is_closing()
+        return self._closing or self._transport.is_closing()
+
+    # ---------------------------------------------------------------------------------------------- out
 
     def send(self, message: wire.Message) -> None:
-        """Queues a message; does nothing on a link that is closing (its reader will report the end)."""
-        if self._writer.is_closing():
-            return
-        self._writer.write(wire.encode(message))
-        if self._writer.transport.get_write_buffer_size() > MAX_BUFFERED:
-            self.lost_because = f"{self.label} does not read its messages"
-            logger.error("%s; closing the link", self.lost_because)
-            self._writer.transport.abort()
+        """Sends or queues a message; does nothing on a link that is closing (its reader will report the end).
 
-    async def receive(self) -> wire.Message | None:
-        """The next message, or None when the link has ended; `lost_because` then says why."""
-        try:
-            size = int.from_bytes(await self._reader.readexactly(4), "little")
-            if size > wire.MAX_FRAME:
-                raise ValueError(f"frame of {size} bytes")
-            message = self._decoder(await self._reader.readexactly(size))
-            if not isinstance(message, wire.Goodbye):
-                return message
-            self.farewell = message
-            self.lost_because = self.lost_because or f"{self.label} said goodbye: {message.reason}"
-        except (asyncio.IncompleteReadError, OSError) as error:
-            self.lost_because = self.lost_because or f"{self.label} closed the connection ({type(error).__name__})"
-        except (msgspec.MsgspecError, ValueError) as error:
-            self.lost_because = f"{self.label} does not speak this protocol: {error}"
-            logger.error("%s; closing the link", self.lost_because)
-        self._writer.close()
-        return None
+        From any thread; messages of one thread, and of threads that take turns, keep their order.
+        """
+        if self._closing:
+            return
+        data = memoryview(wire.encode(message))
+        with self._lock:
+            if self._closing or self._socket is None:
+                return
+            if not self._unsent:
+                try:
+                    data = data[self._socket.send(data) :]
+                except (BlockingIOError, InterruptedError):
+                    pass
+                except OSError:
+                    return  # the event loop hears of it too
+                if not data:
+                    return
+                with contextlib.suppress(RuntimeError):  # the event loop has been closed
+                    self._loop.call_soon_threadsafe(self._watch)
+            self._unsent.append(data)
+            self._unsent_bytes += len(data)
+            if self._unsent_bytes <= MAX_BUFFERED or self.lost_because:
+                return
+        self.lost_because = f"{self.label} does not read its messages"
+        logger.error("%s; closing the link", self.lost_because)
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._transport.abort)
+
+    def _watch(self) -> None:
+        """Has what is queued written as the socket takes it."""
+        if self._socket is not None and self._unsent:
+            self._loop.add_writer(self._socket.fileno(), self._flush)
+
+    def _flush(self) -> None:
+        with self._lock:
+            if self._socket is None:
+                return
+            try:
+                while self._unsent:
+                    sent = self._socket.send(self._unsent[0])
+                    self._unsent_bytes -= sent
+                    if sent < len(self._unsent[0]):
+                        self._unsent[0] = self._unsent[0][sent:]
+                    else:
+                        self._unsent.popleft()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                self._unsent.clear()
+            self._loop.remove_writer(self._socket.fileno())
+            closing = self._closing
+        if closing:
+            self._transport.close()
 
     def close(self, reason: str = "", *, dismissed: bool = False) -> None:
         """Sends what is queued and, with a `reason`, a Goodbye that gives it; then ends the link."""
         if reason:
             self.send(wire.Goodbye(reason=reason, dismissed=dismissed))
-        self._writer.close()
+        with self._lock:
+            self._closing = True
+            left = bool(self._unsent)
+        if left:
+            self._transport.pause_reading()
+        else:
+            self._transport.close()
 
     def abort(self) -> None:
         """Ends the link at once; what is queued is lost."""
-        self._writer.transport.abort()
+        self._transport.abort()
 
-    async def drain(self) -> None:
-        """Waits until the peer has taken most of what is queued."""
-        with contextlib.suppress(ConnectionError):
-            await self._writer.drain()
+    # ---------------------------------------------------------------------------------------------- in
+
+    async def receive(self) -> wire.Message | None:
+        """The next message, or None when the link has ended; `lost_because` then says why."""
+        while not self._messages:
+            if self._over:
+                return None
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        message = self._messages.popleft()
+        if self._held_up and len(self._messages) <= MAX_UNREAD // 2:
+            self._held_up = False
+            self._transport.resume_reading()
+        return message
+
+    def divert(self, take: Take) -> None:
+        """From now on `take(messages)` gets what arrives, at once; `receive` what it returns, and the end.
+
+        `take` must not wait. What it raises ends the link.
+        """
+        self._take = take
+        if self._messages:
+            here, self._messages = self._messages, deque()
+            self._messages.extend(take(here))
+
+    def data_received(self, data: bytes) -> None:
+        """Of asyncio.Protocol."""
+        came = self._came
+        if self._over:
+            return
+        if len(came) + len(data) < self._wanted:
+            came += data
+            return
+        if came:
+            data = bytes(came + data)
+            came.clear()
+        start, self._wanted = 0, 4
+        messages: list[wire.Message] = []
+        try:
+            while len(data) - start >= self._wanted:
+                size = int.from_bytes(data[start : start + 4], "little")
+                if size > wire.MAX_FRAME:
+                    raise ValueError(f"frame of {size} bytes")
+                if len(data) - start < size + 4:
+                    self._wanted = size + 4
+                    break
+                messages.append(self._decoder(data[start + 4 : start + 4 + size]))
+                start += 4 + size
+        except (msgspec.MsgspecError, ValueError) as error:
+            self._arrived(messages)
+            self._end(f"{self.label} does not speak this protocol: {error}")
+            logger.error("%s; closing the link", self.lost_because)
+            self.close()
+            return
+        came += data[start:]
+        self._arrived(messages)
+
+    def _arrived(self, messages: list[wire.Message]) -> None:
+        last = messages[-1] if messages else None
+        if isinstance(last, wire.Goodbye):
+            messages.pop()
+        if messages:
+            self._messages.extend(messages if self._take is None else self._take(messages))
+        if isinstance(last, wire.Goodbye):
+            self.farewell = last
+            self._end(f"{self.label} said goodbye: {last.reason}")
+            self.close()
+        if len(self._messages) > MAX_UNREAD and not self._over and not self._held_up:
+            self._held_up = True
+            self._transport.pause_reading()
+        self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Of asyncio.Protocol."""
+        self._end(f"{self.label} closed the connection ({'end of stream' if exc is None else type(exc).__name__})")
+        with self._lock:
+            self._closing = True
+            if self._socket is not None:
+                with contextlib.suppress(OSError, ValueError, RuntimeError):
+                    self._loop.remove_writer(self._socket.fileno())
+                self._socket.close()
+            self._socket = None
+            self._unsent.clear()
+
+    def _end(self, reason: str) -> None:
+        self._over = True
+        self.lost_because = self.lost_because or reason
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def _own_descriptor(writer: asyncio.StreamWriter) -> socket.socket | None:
+    """A descriptor of the connection that stays ours, whatever the transport does with its own; None: it has ended."""
+    theirs = writer.get_extra_info("socket")
+    if theirs is None or theirs.fileno() < 0:
+        return None
+    mine = socket.socket(fileno=os.dup(theirs.fileno()))
+    mine.setblocking(False)
+    if mine.family in (socket.AF_INET, socket.AF_INET6):
+        mine.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return mine
