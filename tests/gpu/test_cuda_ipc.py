@@ -301,6 +301,9 @@ def peer() -> Iterator[Peer]:
     process.process.wait()
 
 
+COPIES = 100  # of 1 GiB: at least 250 ms, longer than a killed process takes to end
+
+
 def test_killing_the_destination_in_the_middle_of_copies_fails_them_and_harms_nothing(peer: Peer):
     rank = Rank("test", 0, 1 << 30)
     exports = msgspec.structs.replace(rank.exports(), bytes=peer.bytes, probe_offset=peer.bytes, probe_bytes=0)
@@ -308,18 +311,18 @@ def test_killing_the_destination_in_the_middle_of_copies_fails_them_and_harms_no
     remote = rank.transport.open(exports, peer.detail)
     pages = np.random.default_rng(3).permutation((1 << 30) // 4096).astype(np.int64) * 4096
     runs = Runs(pages, pages, np.full(len(pages), 4096, np.int64))
-    for _ in range(20):  # about 60 ms of copies
+    for _ in range(COPIES):
         rank.transport.write(remote, runs)
     peer.kill()
     killed = time.monotonic()
     done, said = [], 0.0
-    while len(done) < 20 and time.monotonic() < killed + 10:
+    while not (said and len(done) == COPIES) and time.monotonic() < killed + 10:
         select.select([rank.transport.fileno()], [], [], 1)
         done += rank.transport.poll()
         if not said and remote.ended:
             said = time.monotonic() - killed
-    print(f"told {said:.3f} s after the kill; {sum(c.error is None for c in done)} of 20 copies had ended before")
-    assert len(done) == 20
+    print(f"told {said:.3f} s after the kill; {sum(c.error is None for c in done)} of {COPIES} copies had ended before")
+    assert len(done) == COPIES
     assert 0 < said < 5
     assert "ended" in (done[-1].error or "")
     with pytest.raises(PeerLost, match="ended"):

@@ -139,7 +139,7 @@ def test_pauses_double_up_to_the_longest():
 
 CHILD = """
 import sys, time
-from slipstream.launch.lifeline import die_with_parent
+from slipstream.lifeline import die_with_parent
 die_with_parent(int(sys.argv[1]))
 print("up", flush=True)
 time.sleep(60)
