@@ -217,6 +217,15 @@ class EngineCore:
         chunks = self._scheduler.take_chunks()
         return flights.launch(Work(decodes, rows, chunks)) if decodes or chunks else None
 
+    def answer_offers(self) -> None:
+        """Decides on offers of peers between two steps, for a loop that makes no step now because some are under way.
+
+        As `schedule` does, but nothing of ours begins.
+        """
+        if self._incoming.deferred and not self._flights.careful:
+            self._scheduler.end_step()
+            self._admission.serve(busy=bool(self._flights))
+
     def settle(self, plan: StepPlan, outcome: StepOutcome) -> None:
         """Takes the outcome of the plan: tokens go to the routers, full pages to their destinations."""
         if outcome.step != plan.step:

@@ -1,9 +1,18 @@
 """The engine's loop: receive, schedule, launch, settle, deliver.
 
-It runs in a thread of its own and is the only one that touches the EngineCore. Everything that happens elsewhere (a
-request, a peer's message, a finished copy) is a function of the core put into `inbox`; everything that should happen
-elsewhere (messages, copies) is an effect that the core hands out, delivered after scheduling, so that an offer leaves
-before its first chunk computes, and again after the step.
+Everything that happens elsewhere (a request, a peer's message, a finished copy) is a function of the core, posted here;
+everything that should happen elsewhere (messages, copies) is an effect that the core hands out, delivered after
+scheduling, so that an offer leaves before its first chunk computes, and again after the step.
+
+One thread at a time touches the core: the one that has the turn. The loop thread has it between two steps. Whoever
+posts an event while nobody has it takes it and does what the event asks for then and there, instead of waking the loop
+thread for it: on a virtual machine a thread that sleeps takes longer to wake than a handoff's message takes to be
+answered. So what peers say, and the ends of copies, are heeded while a step computes too. If the turn is taken, the one
+that has it sees to the event before it goes. Events are applied, and effects delivered, in one order whatever the
+threads.
+
+Steps are launched and collected by the loop thread alone. While none is under way the one that has the turn plans the
+next, else the loop thread does: a step is made when the device is about to be free for it, of all that has come.
 
 Where the runner allows it a step is launched before the one in front of it has been collected: the device goes on while
 the host settles that one, tells its tokens, and plans the next.
@@ -54,12 +63,19 @@ class Runner(Protocol):
     def execute(self, plan: StepPlan) -> StepOutcome: ...
 
 
+class Post(Protocol):
+    """Has events applied to the core, in their order; those of one call before anything is decided on any of them."""
+
+    def __call__(self, *events: Event) -> None: ...
+
+
 class EngineLoop:
-    """One worker's loop thread.
+    """One worker's loop thread, and the turns of others at its core.
 
     `deliver` gets the effects of the core, in order; `on_step` is told of each finished step with its seconds, for
-    metrics; `on_failure` is called once when the loop ends by an error. All three are called on the loop thread and
-    must not wait. `failed_events` and `failed_steps` count what raised.
+    metrics; `on_failure` is called once when the loop ends by an error, on the loop thread. The first is called by
+    whoever has the turn, the second on the loop thread; both must not wait. `failed_events` and `failed_steps` count
+    what raised.
     """
 
     def __init__(
@@ -72,85 +88,81 @@ class EngineLoop:
         on_failure: Callable[[BaseException], None],
     ) -> None:
         self.core = core
-        self.inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: the end
         self._runner = runner
         self._deliver = deliver
         self._on_step = on_step
         self._on_failure = on_failure
         self.failed_events = 0
         self.failed_steps = 0
-        self._under_way: deque[tuple[StepPlan, float]] = deque()  # with the time of their launch
+        self._turn = threading.Lock()  # whoever holds it may touch the core and what follows
+        self._started = False
+        self._over = False
+        self._broken: Exception | None = None  # what a turn on another thread has raised
+        self._under_way: deque[StepPlan] = deque()
+        self._planned: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()  # of those, not launched; None: look up
+        self._launched: deque[float] = deque()  # when, for the others; the loop thread's
         self._finished = 0.0
         self._thread = threading.Thread(target=self._run, name="slipstream-loop", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def post(self, event: Event) -> None:
-        """Runs `event(core)` on the loop thread before the next step."""
-        self.inbox.put(event)
+    def post(self, *events: Event) -> None:
+        """Has `event(core)` run for each, here and now where that is possible, else by whoever is at it."""
+        for event in events:
+            self.inbox.put(event)
+        self._serve()
 
     def stop(self) -> None:
-        """Ends the loop after the steps that are under way; waits for them."""
+        """Ends the loop after the steps that are under way; waits for them. Not for an event to call."""
         self.inbox.put(None)
+        self._serve()
         if threading.current_thread() is not self._thread and self._thread.ident is not None:
             self._thread.join()
 
-    def _run(self) -> None:
-        try:
-            idle = True
-            while self._receive(wait=idle):
-                plan = self.core.schedule()
-                self._deliver(self.core.take_effects())
-                if plan is not None:
-                    self._launch(plan)
-                idle = not self._under_way
-                if self._under_way and (plan is None or len(self._under_way) == self._runner.depth):
-                    self._finish()
-            while self._under_way:
-                self._finish()
-        except Exception as error:
-            logger.exception("the engine failed; this worker ends")
-            self._on_failure(error)
+    # ---------------------------------------------------------------------------------------------- any thread
 
-    def _launch(self, plan: StepPlan) -> None:
-        self._under_way.append((plan, time.perf_counter()))
-        self._runner.launch(plan)
+    def _serve(self) -> None:
+        """Sees to what is in the inbox, unless somebody is at it: who then looks again when he is done."""
+        while self._started and not (self._over or self.inbox.empty()) and self._turn.acquire(blocking=False):
+            try:
+                if not self._over:
+                    self._take_turn(plan=not self._under_way)
+            except Exception as error:
+                self._broken, self._over = error, True
+                self._planned.put(None)
+            finally:
+                self._turn.release()
 
-    def _finish(self) -> None:
-        """Waits for the oldest step and settles it; the time of a step counts from the end of the one before."""
-        plan, launched = self._under_way.popleft()
-        try:
-            outcome = self._runner.collect()
-        except Exception as error:
-            self._give_up(plan, error)
-        else:
-            self.core.settle(plan, outcome)
-            begun, self._finished = max(launched, self._finished), time.perf_counter()
-            self._on_step(plan, self._finished - begun)
+    def _take_turn(self, *, plan: bool) -> None:
+        """With the turn: applies all events that are there, plans steps if `plan`, and delivers what follows."""
+        self._receive()
+        if self._over:
+            return
+        if not plan:
+            self.core.answer_offers()
+        while plan and len(self._under_way) < self._runner.depth:
+            step = self.core.schedule()
+            self._deliver(self.core.take_effects())
+            if step is None:
+                return
+            self._under_way.append(step)
+            self._planned.put(step)
+            self._receive()
         self._deliver(self.core.take_effects())
 
-    def _give_up(self, plan: StepPlan, error: Exception) -> None:
-        """A step has failed, and with it those launched behind it. Raises when the device can compute nothing."""
-        self.failed_steps += 1
-        logger.error("step %d of %d sequences failed", plan.step, plan.sequences, exc_info=error)
-        for _ in range(len(self._under_way)):
-            with contextlib.suppress(Exception):
-                self._runner.collect()
-        self._under_way.clear()
-        self._runner.execute(probe_plan(plan))
-        self.core.step_failed(plan, f"the step failed: {type(error).__name__}: {error}")
-
-    def _receive(self, *, wait: bool) -> bool:
-        """Applies all events that are there, at least one if `wait`; False when the loop should end."""
-        try:
-            event = self.inbox.get(block=wait)
-            while event is not None:
-                self._apply(event)
+    def _receive(self) -> None:
+        while not self._over:
+            try:
                 event = self.inbox.get_nowait()
-        except queue.Empty:
-            return True
-        return False
+            except queue.Empty:
+                return
+            if event is None:
+                self._over = True
+                self._planned.put(None)
+            else:
+                self._apply(event)
 
     def _apply(self, event: Event) -> None:
         try:
@@ -158,3 +170,71 @@ class EngineLoop:
         except Exception:
             self.failed_events += 1
             logger.exception("an event failed and was left out; this worker goes on")
+
+    # ---------------------------------------------------------------------------------------------- the loop thread
+
+    def _run(self) -> None:
+        try:
+            self._started = True
+            self._serve()
+            while self._broken is None and (self._under_way or not self._over):
+                self._launch()
+                if self._launched:
+                    self._plan_ahead()
+                    self._serve()
+                if self._launched and self._planned.empty():
+                    self._finish()
+                self._serve()
+            if self._broken is not None:
+                raise self._broken
+        except Exception as error:
+            self._over = True
+            logger.exception("the engine failed; this worker ends")
+            self._on_failure(error)
+
+    def _launch(self) -> None:
+        """Launches what is planned; sleeps until there is something, when nothing is under way."""
+        with contextlib.suppress(queue.Empty):
+            plan = self._planned.get(block=not self._launched)
+            while plan is not None:
+                self._launched.append(time.perf_counter())
+                self._runner.launch(plan)
+                plan = self._planned.get_nowait()
+
+    def _plan_ahead(self) -> None:
+        if len(self._under_way) < self._runner.depth and not self._over:
+            with self._turn:
+                self._take_turn(plan=True)
+
+    def _finish(self) -> None:
+        """Waits for the oldest step and settles it; the time of a step counts from the end of the one before."""
+        plan, launched = self._under_way[0], self._launched.popleft()
+        outcome, failure = None, None
+        try:
+            outcome = self._runner.collect()
+        except Exception as error:
+            failure = error
+        with self._turn:
+            self._under_way.popleft()
+            if outcome is None:
+                assert failure is not None
+                self._give_up(plan, failure)
+            else:
+                self.core.settle(plan, outcome)
+                begun, self._finished = max(launched, self._finished), time.perf_counter()
+                self._on_step(plan, self._finished - begun)
+            self._deliver(self.core.take_effects())
+            if not self._over:
+                self._take_turn(plan=True)
+
+    def _give_up(self, plan: StepPlan, error: Exception) -> None:
+        """A step has failed, and with it those launched behind it. Raises when the device can compute nothing."""
+        self.failed_steps += 1
+        logger.error("step %d of %d sequences failed", plan.step, plan.sequences, exc_info=error)
+        for _ in range(len(self._launched)):
+            with contextlib.suppress(Exception):
+                self._runner.collect()
+        self._launched.clear()
+        self._under_way.clear()
+        self._runner.execute(probe_plan(plan))
+        self.core.step_failed(plan, f"the step failed: {type(error).__name__}: {error}")

@@ -22,7 +22,7 @@ import msgspec
 
 from slipstream import wire
 from slipstream.engine.core import EngineCore
-from slipstream.engine.loop import Event
+from slipstream.engine.loop import Event, Post
 from slipstream.errors import LayoutMismatch, PeerLost, SlipstreamError
 from slipstream.stream import Link
 from slipstream.transfer import peer as handshake
@@ -40,11 +40,11 @@ _from_destination = wire.Decoder(wire.FromDestination)
 
 
 class Peers:
-    """All links of one worker to other workers. Lives on the IO thread's event loop.
+    """All links of one worker to other workers. Lives on the IO thread's event loop; `send` is for any thread.
 
-    `ranks` are those of this worker. `post` puts an event into the engine loop; `take_way(peer, way)` is called there
-    before anything of a new link, whose routes the ranks know as `way`; `on_routes` is called when the set of routes
-    changed.
+    `ranks` are those of this worker. `post` has events applied to the engine's core; `take_way(peer, way)` is called
+    there before anything of a new link, whose routes the ranks know as `way`; `on_routes` is called when the set of
+    routes changed.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Peers:
         info: wire.WorkerInfo,
         ranks: Sequence[Rank],
         wanted_transport: str,
-        post: Callable[[Event], None],
+        post: Post,
         take_way: Callable[[str, str], None],
         on_routes: Callable[[], None],
     ) -> None:
@@ -85,6 +85,12 @@ class Peers:
     def routes(self) -> list[wire.RouteReport]:
         """All proven routes, and for each address that could not be reached a report with its `error`."""
         return [*itertools.chain.from_iterable(self._routes.values()), *self._unreached.values()]
+
+    def met(self, address: str) -> str | None:
+        """The id of the worker at `address` if it is linked now."""
+        task = self._opening.get(address)
+        done = task is not None and task.done() and not task.cancelled() and task.exception() is None
+        return task.result() if task is not None and done else None
 
     def meet(self, router: str, addresses: Sequence[str]) -> None:
         """Keeps links to these workers open while this router wants them; they replace those it named before."""
@@ -193,8 +199,13 @@ class Peers:
         return answer.info, way, [msgspec.structs.replace(report, peer=answer.info.name) for report in reports]
 
     async def _read_destination(self, link: Link, address: str, peer: str, way: str) -> None:
-        while (message := await link.receive()) is not None:
-            self._post(partial(EngineCore.from_destination, peer_id=peer, message=message))
+        def take(messages: Sequence[wire.Message]) -> Sequence[wire.Message]:
+            self._post(*(partial(EngineCore.from_destination, peer_id=peer, message=message) for message in messages))
+            return ()
+
+        link.divert(take)
+        while await link.receive() is not None:
+            pass
         if self._closing or link.farewell is not None:
             logger.info("decode worker gone: %s", link.lost_because)
         else:
@@ -229,15 +240,27 @@ class Peers:
         try:
             await probes.begin(theirs)
             link.send(wire.Welcome(info=self._info, regions=self._regions()))
+            link.divert(partial(self._from_source, peer))
             while (message := await link.receive()) is not None:
-                if not await probes.handle(message):
-                    self._post(partial(EngineCore.from_source, peer_id=peer, message=message))
+                await probes.handle(message)
         finally:
             await probes.close()
             logger.info("prefill worker gone: %s", link.lost_because or f"{link.label}: this worker ends")
             await self._source_lost(peer)
             self._served.pop(peer, None)
             ended.set()
+
+    def _from_source(self, peer: str, messages: Sequence[wire.Message]) -> Sequence[wire.Message]:
+        """Gives what is of handoffs to the engine; returns what is of preflights."""
+        probing = [message for message in messages if isinstance(message, wire.Probe)]
+        events: list[Event] = [
+            partial(EngineCore.from_source, peer_id=peer, message=message)
+            for message in messages
+            if not isinstance(message, wire.Probe)
+        ]
+        if events:
+            self._post(*events)
+        return probing
 
     async def _end_former(self, peer: str) -> None:
         """A source that connects anew has lost its link, though its end may not have been seen here yet.

@@ -174,6 +174,10 @@ class Scheduler:
         chunks, self._chunks = self._chunks, []
         return chunks
 
+    def end_step(self) -> None:
+        """No step is being made: nothing is begun until the next one is."""
+        self._budget = 0
+
     def _add_chunk(self, sequence: Sequence) -> None:
         count = min(self._budget, len(sequence.tokens) - sequence.planned)
         if count:

@@ -1,7 +1,8 @@
 """The IO thread of a worker: one asyncio loop for its HTTP port, its message port and all links.
 
 Routers and prefill workers connect to the message port; the first message tells which. What they ask is posted to the
-engine loop; what the engine loop hands out is sent from here. KV bytes never come this way.
+engine, all that came together in one go; what the engine hands out is sent by the thread that has its turn there, over
+the links that are kept here. KV bytes never come this way.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from slipstream import wire
 from slipstream.engine.core import EngineCore
 from slipstream.engine.effects import CopyPages, Effect, ToPeer, ToRouter
 from slipstream.engine.http import WorkerViews, create_app
-from slipstream.engine.loop import Event
+from slipstream.engine.loop import Event, Post
 from slipstream.engine.metrics import WorkerMetrics
 from slipstream.engine.peers import Peers
 from slipstream.engine.timeline import Watcher
@@ -72,7 +73,8 @@ class WorkerServer:
         self._status_timer: asyncio.TimerHandle | None = None
         self._aio = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="slipstream-io", daemon=True)
-        self._post: Callable[[Event], None] | None = None
+        self._post: Post | None = None
+        self._publishing = False  # a publication of the load is on its way
         self._peers: Peers | None = None
         self._http: uvicorn.Server | None = None
         self._http_task: asyncio.Task[None] | None = None
@@ -88,7 +90,7 @@ class WorkerServer:
         info: wire.WorkerInfo,
         ranks: Sequence[Rank],
         wanted_transport: str,
-        post: Callable[[Event], None],
+        post: Post,
         take_way: Callable[[str, str], None],
     ) -> None:
         """Opens the message port. Called once, when the engine is there; for the rest see `Peers`."""
@@ -197,8 +199,9 @@ class WorkerServer:
             logger.info("router %s connected", hello.id)
         self._post(lambda core: self._tell(link, core.status_for_new_router()))
         try:
-            while (message := await link.receive()) is not None:
-                self._from_router(hello.id, link, message)
+            link.divert(partial(self._from_router, hello.id, link))
+            while await link.receive() is not None:
+                pass
         finally:
             self._router_gone(hello.id, link)
             if link in self._informed:
@@ -217,32 +220,39 @@ class WorkerServer:
             logger.log(logging.WARNING if goodbye.dismissed else logging.INFO, "router %s: %s", router, goodbye.reason)
             self._dismissed[router] = goodbye
 
-    def _from_router(self, router: str, link: Link, message: wire.Message) -> None:
+    def _from_router(self, router: str, link: Link, messages: Sequence[wire.Message]) -> Sequence[wire.Message]:
+        """Takes all messages; what they ask of the engine is asked in one go, so that it may compute it in one step."""
         assert self._post is not None
-        match message:
-            case wire.Submit():
-                self._submit(router, link, message)
-            case wire.Abort(request=request, attempt=attempt):
-                pending = self._pending.pop((request, attempt), None)
-                if pending is not None:
-                    pending.cancel()
-                self._post(partial(EngineCore.abort, request_id=request, attempt=attempt))
-            case wire.Ping(n=n):
-                link.send(wire.Pong(n=n))
-            case wire.Meet(peers=peers):
-                assert self._peers is not None
-                self._peers.meet(router, peers)
-            case wire.Drain():
-                self.state = "draining"
-                self._post(EngineCore.drain)
-                self._publish_soon()
-            case _:
-                logger.warning("router %s sent %s, which has no meaning here", router, type(message).__name__)
+        events: list[Event] = []
+        for message in messages:
+            match message:
+                case wire.Submit():
+                    self._submit(router, link, message, events)
+                case wire.Abort(request=request, attempt=attempt):
+                    pending = self._pending.pop((request, attempt), None)
+                    if pending is not None:
+                        pending.cancel()
+                    events.append(partial(EngineCore.abort, request_id=request, attempt=attempt))
+                case wire.Ping(n=n):
+                    link.send(wire.Pong(n=n))
+                case wire.Meet(peers=peers):
+                    assert self._peers is not None
+                    self._peers.meet(router, peers)
+                case wire.Drain():
+                    self.state = "draining"
+                    events.append(EngineCore.drain)
+                    self._publish_soon()
+                case _:
+                    logger.warning("router %s sent %s, which has no meaning here", router, type(message).__name__)
+        if events:
+            self._post(*events)
+        return ()
 
-    def _submit(self, router: str, link: Link, message: wire.Submit) -> None:
-        assert self._post is not None
-        if message.decode_at is None:
-            self._post(self._entry(message.request, router, None))
+    def _submit(self, router: str, link: Link, message: wire.Submit, events: list[Event]) -> None:
+        assert self._peers is not None
+        peer = None if message.decode_at is None else self._peers.met(message.decode_at)
+        if message.decode_at is None or peer is not None:
+            events.append(self._entry(message.request, router, peer))
             return
         key = (message.request.id, message.request.attempt)
         task = self._spawn(self._submit_to_peer(router, link, message, message.decode_at))
@@ -287,12 +297,9 @@ class WorkerServer:
     # ---------------------------------------------------------------------------------------------- out
 
     def deliver(self, effects: list[Effect]) -> None:
-        """Sends messages of the engine loop; called on the loop thread."""
-        if effects:
-            self._aio.call_soon_threadsafe(self._send, effects)
-
-    def _send(self, effects: list[Effect]) -> None:
-        assert self._peers is not None
+        """Sends messages of the engine; called by whichever thread has its turn at the core."""
+        if not effects or self._peers is None:
+            return
         for effect in effects:
             match effect:
                 case ToRouter(router=router, message=message):
@@ -303,20 +310,26 @@ class WorkerServer:
                     self._peers.send(peer, message, as_source=as_source)
                 case CopyPages():
                     raise AssertionError("copies go to the transfer agent")
-        self._publish_soon()
+        if not self._publishing and self._routers:
+            self._publishing = True
+            self._aio.call_soon_threadsafe(self._publish_soon)
 
     def _publish_soon(self) -> None:
         """Has the load published at most every STATUS_INTERVAL_S."""
-        if self._status_timer is None and self._routers:
-            self._status_timer = self._aio.call_later(STATUS_INTERVAL_S, self._publish_now)
+        if self._status_timer is None:
+            self._publishing = bool(self._routers)
+            if self._publishing:
+                self._status_timer = self._aio.call_later(STATUS_INTERVAL_S, self._publish_now)
 
     def _publish_now(self) -> None:
-        self._status_timer = None
+        if self._status_timer is not None:
+            self._status_timer.cancel()  # the heartbeat has come before it
+        self._status_timer, self._publishing = None, False
         if self._post is not None:
             self._post(self._publish)
 
     def _publish(self, core: EngineCore) -> None:
-        """Runs on the loop thread: the core's load and cache changes, to every router."""
+        """Runs with the turn at the core: its load and cache changes, to every router."""
         status = core.status()
         self.metrics.status(status, core.stages())
         self._aio.call_soon_threadsafe(self._broadcast, status)
@@ -328,7 +341,7 @@ class WorkerServer:
             link.send(status)
 
     def _tell(self, link: Link, status: wire.Status) -> None:
-        """Runs on the loop thread: everything, to a router that knows nothing yet; from then on it gets changes."""
+        """Runs with the turn at the core: everything, to a router that knows nothing yet; it gets changes from then."""
 
         def send() -> None:
             status.routes = self.routes()
@@ -354,7 +367,7 @@ class WorkerServer:
         return await self._ask(lambda core: msgspec.to_builtins(core.audit()))
 
     async def _ask(self, question: Callable[[EngineCore], T]) -> T:
-        """The answer of the core, computed on the loop thread between two steps."""
+        """The answer of the core."""
         assert self._post is not None
         answer: asyncio.Future[T] = self._aio.create_future()
 

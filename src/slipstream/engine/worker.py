@@ -1,8 +1,11 @@
 """A worker: one model on one device or on several ranks, one scheduler, one KV pool a rank; three threads.
 
     IO thread      sockets: HTTP port, message port, links to routers and peers        engine/server.py
-    loop thread    receive, schedule, compute, settle, deliver                          engine/loop.py
+    loop thread    schedule, compute, settle, deliver                                   engine/loop.py
     mover thread   copies KV pages to peers                                             transfer/agent.py
+
+The engine's core belongs to whichever of them has its turn (engine/loop.py): what the IO thread hears and what the
+mover has finished is seen to there, and the answers leave from there, unless the loop thread is at it.
 
 `start` opens the HTTP port, loads the model, makes the pool and opens the message port; `stop` drains and takes it all
 down. Nothing is process-wide, so that two workers fit in one interpreter.
@@ -340,7 +343,7 @@ class Worker:
     # ---------------------------------------------------------------------------------------------- between threads
 
     def _deliver(self, effects: list[Effect]) -> None:
-        """Loop thread: copies to the mover, messages to the IO thread, each in order."""
+        """With the turn at the core: copies to the mover, messages to their links, each in order."""
         assert self._server is not None
         messages: list[Effect] = []
         for effect in effects:
@@ -354,11 +357,11 @@ class Worker:
         self._server.deliver(messages)
 
     def _take_way(self, peer: str, way: str) -> None:
-        """Loop thread: from now on copies for this peer go over the routes of a new link."""
+        """With the turn at the core: from now on copies for this peer go over the routes of a new link."""
         self._ways[peer] = way
 
     def _copied(self, job: CopyJob, error: str | None) -> None:
-        """Mover thread: one job is over, on all ranks."""
+        """Mover thread, or that of a rank: one job is over, on all ranks."""
         assert self._loop is not None
         if job.times is not None:
             job.times.ended = time.monotonic()

@@ -44,7 +44,7 @@ class RankCopies:
         self._agent, self._team, self._collected = agent, team, collected
 
     def submit(self, job: CopyJob) -> None:
-        """Starts a copy on all ranks. Called on the loop thread."""
+        """Starts a copy on all ranks. Called with the turn at the core."""
         assert self._agent is not None
         team = self._team
         if team is None:

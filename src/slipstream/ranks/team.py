@@ -108,6 +108,7 @@ class Team:
         self._lifeline = Lifeline()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
+        self._ring_lock = threading.Lock()
         self._news = threading.Condition(self._lock)
         self._closing = False
         self._followers: list[_Follower] = []
@@ -190,7 +191,8 @@ class Team:
     def _put(self, parts: list[bytes]) -> None:
         if self.lost is not None:
             raise self.lost
-        self._ring.put(parts)
+        with self._ring_lock:  # plans come from the loop thread, copies from whoever has the turn at the core
+            self._ring.put(parts)
 
     def failed_alike(self, step: int, exchanges: int) -> str:
         """Whether a step that has failed here has failed in the same place everywhere; if not, why, in words."""
