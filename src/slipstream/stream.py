@@ -19,6 +19,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import msgspec
 
@@ -47,7 +48,7 @@ class Link(asyncio.Protocol):
         self.lost_because = ""
         self.farewell: wire.Goodbye | None = None  # of the other side, when it ended the link on purpose
         self._loop = asyncio.get_running_loop()
-        self._transport = writer.transport
+        self._transport = cast(asyncio.Transport, writer.transport)
         self._came = bytearray()  # of a frame that is not complete
         self._wanted = 4  # bytes of it that have to be there before it is worth a look
         self._messages: deque[wire.Message] = deque()

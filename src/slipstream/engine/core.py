@@ -209,6 +209,8 @@ class EngineCore:
             suspect = flights.suspect()
             if suspect is not None:
                 return flights.launch(suspect)
+        if self._scheduler.idle and not self._incoming.deferred:
+            return None
         begun = self._scheduler.begin(busy=bool(flights))
         if begun is None:
             return None

@@ -112,8 +112,8 @@ class RowTable:
         if chunks:
             ends = [s.planned + n for s, n in chunks]
             spans = [(s, s.planned, end) for (s, _), end in zip(chunks, ends, strict=True)]
-            tokens = _append(tokens, [token for s, begin, end in spans for token in s.tokens[begin:end]])
-            positions = _append(positions, [p for _, begin, end in spans for p in range(begin, end)])
+            tokens = np.concatenate((tokens, *(s.ids(begin, end) for s, begin, end in spans)))
+            positions = np.concatenate((positions, *(np.arange(begin, end) for _, begin, end in spans)))
             rows = _append(rows, [s.row for s, _ in chunks])
             contexts = _append(contexts, ends)
             counts = _append(counts, [n for _, n in chunks])

@@ -136,6 +136,11 @@ class Scheduler:
         self.enter(sequence, phase)
 
     @property
+    def idle(self) -> bool:
+        """Whether nothing here waits for a step."""
+        return not (self.waiting or self.prefilling or self.decoding or self.landed)
+
+    @property
     def running(self) -> int:
         return len(self.prefilling) + len(self.decoding) + len(self.landed)
 

@@ -11,6 +11,10 @@ pages and sends it back to WAITING with all tokens so far; it then computes them
 from __future__ import annotations
 
 import enum
+from array import array
+
+import numpy as np
+from numpy.typing import NDArray
 
 from slipstream.kv.prefix import extend_keys
 from slipstream.transfer.protocol import SourceHandoff
@@ -37,6 +41,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "_ids",
         "arrival",
         "cached_tokens",
         "computed",
@@ -72,6 +77,7 @@ class Sequence:
         root: bytes,
         eos_ids: tuple[int, ...],
         max_model_len: int,
+        ids: NDArray[np.int64] | None = None,
     ) -> None:
         sampling = request.sampling
         self.request = request
@@ -81,6 +87,7 @@ class Sequence:
         self.key = (request.priority, arrival)
         self.root = root
         self.tokens = request.prompt_ids + request.output_ids
+        self._ids = ids  # the first of `tokens`
         self.prompt_tokens = len(request.prompt_ids)
         self.limit = min(self.prompt_tokens + sampling.max_tokens, max_model_len)
         self.min_length = self.prompt_tokens + sampling.min_tokens
@@ -128,9 +135,20 @@ class Sequence:
     def ends_with_next_token(self) -> bool:
         return len(self.tokens) + 1 >= self.limit
 
+    def ids(self, begin: int, end: int) -> NDArray[np.int64]:
+        """`tokens[begin:end]`; kept from call to call, since a prompt is looked at several times. Raises OverflowError
+        when one of `tokens` is not a 64-bit number."""
+        if self._ids is None or len(self._ids) < end:
+            self._ids = np.frombuffer(array("q", self.tokens), dtype=np.int64)  # a third of the time of asarray
+        return self._ids[begin:end]
+
     def extend_keys(self, page_tokens: int) -> list[bytes]:
         """Block keys of all full pages of the tokens so far; only new ones are computed."""
-        extend_keys(self.keys, self.tokens, page_tokens, self.root)
+        full = len(self.tokens) // page_tokens
+        if full > len(self.keys):
+            known = self._ids is not None and len(self._ids) >= full * page_tokens
+            tokens = self.ids(0, full * page_tokens) if known or not self.keys else self.tokens
+            extend_keys(self.keys, tokens, page_tokens, self.root)
         return self.keys
 
     def message(self, index: int, finish: FinishReason | None = None, logprob: Logprob | None = None) -> Tokens:

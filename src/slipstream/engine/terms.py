@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,8 +45,10 @@ class Terms:
     def foreign(self, sequence: Sequence) -> tuple[str, str] | None:
         """(error code, message) where the request holds token ids that the model does not have."""
         size = INT32 if self.vocab is None else self.vocab
-        if min(sequence.tokens, default=0) >= 0 and max(sequence.tokens, default=0) < size:
-            return None
+        with contextlib.suppress(OverflowError):
+            ids = sequence.ids(0, len(sequence.tokens))
+            if ids.min(initial=0) >= 0 and ids.max(initial=0) < size:
+                return None
         bad = next(token for token in sequence.tokens if not 0 <= token < size)
         return "invalid_value", f"token ids are 0 to {size - 1} here; {bad} was given. Send ids of the served model"
 

@@ -84,10 +84,11 @@ class PageAccount:
             return []
         pages = self._free[-count:]
         del self._free[-count:]
+        holders, states = self._holders, self._state
         for page in pages:
-            assert self._holders[page] == 0, f"page {page} was free and held"
-            self._holders[page] = 1
-            self._state[page] = state
+            assert holders[page] == 0, f"page {page} was free and held"
+            holders[page] = 1
+            states[page] = state
         return pages
 
     def hold(self, pages: Iterable[int]) -> None:
@@ -101,18 +102,22 @@ class PageAccount:
 
     def drop(self, pages: Sequence[int]) -> None:
         """One holder less, from the last page of a chain to its first."""
+        holders, state, free, named = self._holders, self._state, self._free, self.index.key_of
+        released, cached, nobodys = 0, PageState.CACHED, PageState.FREE
         for page in reversed(pages):
-            assert self._holders[page] > 0, f"page {page} dropped by nobody who held it"
-            self._holders[page] -= 1
-            if self._holders[page]:
+            left = holders[page] - 1
+            assert left >= 0, f"page {page} dropped by nobody who held it"
+            holders[page] = left
+            if left:
                 continue
-            self.releases += 1
-            if self.index.key_of(page) is not None:
-                self._state[page] = PageState.CACHED
+            released += 1
+            if named(page) is not None:
+                state[page] = cached
                 self.index.retire(page)
             else:
-                self._state[page] = PageState.FREE
-                self._free.append(page)
+                state[page] = nobodys
+                free.append(page)
+        self.releases += released
 
     def move(self, pages: Iterable[int], before: PageState, after: PageState) -> None:
         """Changes the state of those of the held `pages` that are in `before`; others, shared ones, keep theirs."""

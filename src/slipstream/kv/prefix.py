@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 KEY_BYTES = 16
 
@@ -31,7 +32,9 @@ def root_key(fingerprint: str, cache_salt: str = "") -> bytes:
     return digest.digest()
 
 
-def extend_keys(keys: list[bytes], token_ids: Sequence[int], page_tokens: int, root: bytes) -> None:
+def extend_keys(
+    keys: list[bytes], token_ids: Sequence[int] | NDArray[np.int64], page_tokens: int, root: bytes
+) -> None:
     """Appends to `keys` those of the full pages of `token_ids` that it does not cover yet."""
     first = len(keys)
     full = len(token_ids) // page_tokens
@@ -40,8 +43,9 @@ def extend_keys(keys: list[bytes], token_ids: Sequence[int], page_tokens: int, r
     data = np.asarray(token_ids[first * page_tokens : full * page_tokens], dtype="<i4").tobytes()
     size = page_tokens * 4
     key = keys[-1] if keys else root
+    blake2b = hashlib.blake2b
     for start in range(0, len(data), size):
-        key = hashlib.blake2b(key + data[start : start + size], digest_size=KEY_BYTES).digest()
+        key = blake2b(key + data[start : start + size], digest_size=KEY_BYTES).digest()
         keys.append(key)
 
 
