@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from slipstream.cli.main import cli
-from slipstream.doctor import routes
+from slipstream.doctor import asking, routes
 from slipstream.errors import ConfigError, SlipstreamError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "topology"
@@ -164,11 +164,18 @@ def test_a_port_that_is_no_router_is_named():
         routes.members(b'{"workers": 3}')
 
 
+@pytest.mark.parametrize("body", [b"null", b"[1]", b"{}", b'{"error": {"message": "boom"}}', b"<html>"])
+def test_other_json_is_not_taken_for_a_router_without_workers(body: bytes):
+    with pytest.raises(SlipstreamError, match="not that of a slipstream router"):
+        routes.members(body)
+
+
 def test_a_bare_host_and_port_is_a_url():
-    assert routes.base_url("localhost:8000") == "http://localhost:8000"
-    assert routes.base_url("http://[::1]:8000/v1") == "http://[::1]:8000"
-    with pytest.raises(ConfigError):
-        routes.base_url("http://")
+    assert asking.base_url("localhost:8000") == "http://localhost:8000"
+    assert asking.base_url("http://[::1]:8000/v1") == "http://[::1]:8000"
+    for text in ("http://", "http://[::1", "http://h:99999", "ftp://h", "http://" + "x" * 70):
+        with pytest.raises(ConfigError, match="no URL"):
+            asking.base_url(text)
 
 
 def test_bench_lists_what_can_be_measured_and_runs_it(tmp_path: Path):

@@ -172,6 +172,15 @@ async def test_a_snapshot_is_what_metrics_say_at_that_moment():
         assert str(state["id"]) in error["error"]["message"]
 
 
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf", "1e400", "x", "1&snapshot=2"])
+async def test_a_number_that_is_none_is_refused(number: str):
+    async with house(saying("x")) as home:
+        status, body, _ = await home.request("GET", f"/dashboard/metrics?snapshot={number}")
+        assert (status, body["error"]["param"]) == (400, "snapshot")
+        status, body, _ = await home.request("GET", f"/dashboard/state?since={number.replace('snapshot', 'since')}")
+        assert (status, body["error"]["param"]) == (400, "since")
+
+
 async def test_rates_are_growth_between_two_kept_snapshots(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(watch, "FRESH_S", 0.0)
     async with house(saying("four")) as home:

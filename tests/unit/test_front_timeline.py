@@ -48,6 +48,15 @@ async def test_a_request_is_found_by_every_name_that_its_client_knows(name: str)
         assert (status, list(summary)) == (200, KEYS)
 
 
+async def test_an_id_that_ends_like_the_path_of_a_timeline_is_found() -> None:
+    async with house(saying("abc")) as h:
+        _, body, _ = await h.post("/v1/completions", {"prompt": "xy"}, x_request_id="mine/timeline")
+        status, summary, _ = await h.request("GET", "/v1/requests/mine%2Ftimeline")
+        assert (status, summary["id"], list(summary)) == (200, body["id"], KEYS)
+        status, told, _ = await h.request("GET", "/v1/requests/mine%2Ftimeline/timeline")
+        assert (status, told["id"], bool(told["events"])) == (200, body["id"], True)
+
+
 async def test_a_refused_request_has_failed_and_a_wrong_one_is_none() -> None:
     async with house(saying("abc")) as h:
         await h.post("/v1/completions", {"prompt": "xy", "temperature": 9})

@@ -371,6 +371,39 @@ def test_many_requests_are_bars_on_one_scale() -> None:
     assert drawn(draw.many([]), 80).strip() == "no requests yet"
 
 
+@pytest.mark.parametrize("width", [48, 60, 80, 120, 240])
+def test_many_requests_keep_their_ids_and_bars_on_a_narrow_terminal(width: int) -> None:
+    name = "chatcmpl-86476fccc86471aeb21c2980"
+    text = drawn(draw.many([timeline(name), timeline("cmpl-2", 1000.5)], width), width)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    row = next(line for line in lines if line.startswith(name))
+    assert row.count("█") >= 3
+
+
+def test_minutes_without_requests_do_not_squeeze_the_bars() -> None:
+    text = drawn(draw.many([timeline(), timeline("cmpl-2", 1600.0)], 160), 160)
+    assert "scale 2.10 s" in text
+    assert "598.90 s without requests are left out" in text
+    first, second = (next(line for line in text.splitlines() if line.startswith(name)) for name in ("cmpl-1", "cmpl-2"))
+    assert first.rindex("█") < second.index("█")
+    assert min(first.count("█"), second.count("█")) > 10
+    assert "left out" not in drawn(draw.many([timeline(), timeline("cmpl-2", 1000.5)], 160), 160)
+
+
+def test_names_from_elsewhere_are_text_in_a_terminal() -> None:
+    strange = {"prefill_worker": "[red]p[/red]", "decode_worker": "[/]d\x1b[2J", "error": "x\x07[bold]", "attempts": 1}
+    events = [
+        {"name": "queued", "where": "[/b]w\x1b]0;", "start_s": 0.0, "duration_s": 0.1, "attributes": {"a": "[x]\n"}}
+    ]
+    for shown in (draw.many([timeline(**strange)], 240), draw.one(timeline(**strange, events=events), 240)):
+        text = drawn(shown, 240)
+        assert "[red]p[/red] > [/]d" in text
+        assert "[bold]" in text
+        assert not re.search(r"[\x00-\x09\x0b-\x1f]", text)
+    assert "[/b]w" in drawn(draw.one(timeline(events=events), 240), 240)
+
+
 # -------------------------------------------------------------------------------------------------------------- board
 
 

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import click
 
 from slipstream.errors import ConfigError, SlipstreamError
 
+if TYPE_CHECKING:
+    from slipstream.doctor.asking import Unreachable
+
 LAST = 20
 MOST = 1000  # that a front remembers
 AT_ONCE = 8
 ANSWER_S = 10.0
+SUMMARY = frozenset(
+    ("id", "model", "state", "created", "prompt_tokens", "output_tokens", "cached_tokens", "ttft_s", "attempts",
+     "prefill_worker", "decode_worker", "e2e_s", "error")
+)  # fmt: skip
 
 
 @click.command("timeline")
@@ -45,6 +53,8 @@ def command(
     slipstream timeline chatcmpl-86476fccc86471aeb21c2980
     slipstream timeline --window 30 --perfetto trace.json
     """
+    if window is not None and not math.isfinite(window):
+        raise click.UsageError(f"--window {window:g} is no number of seconds.")
     if sum(value is not None for value in (name, last, window)) > 1:
         raise click.UsageError("ID, --last and --window exclude each other; give one of them.")
     client = _Client(url, api_key or "")
@@ -77,7 +87,11 @@ def _draw(timelines: list[dict[str, Any]], *, alone: bool) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 240
-    console.print(draw.one(timelines[0], console.width) if alone else draw.many(timelines))
+    console.print(draw.one(timelines[0], console.width) if alone else draw.many(timelines, console.width))
+
+
+def _is_summary(found: object) -> bool:
+    return isinstance(found, dict) and found.keys() >= SUMMARY
 
 
 class _Client:
@@ -88,30 +102,54 @@ class _Client:
         self._key = api_key
 
     def timeline(self, name: str) -> dict[str, Any]:
-        return self._get(f"/v1/requests/{quote(name, safe='')}/timeline")
+        """Raises SlipstreamError when it is not remembered there."""
+        status, answer = self._get(f"/v1/requests/{quote(name, safe='')}/timeline")
+        if status != 200:
+            raise self._refused(status, answer)
+        if not (_is_summary(answer) and isinstance(answer.get("events"), list)):
+            raise self._stranger(status)
+        return answer
 
     def several(self, last: int | None, window: float | None) -> list[dict[str, Any]]:
         limit = last or (LAST if window is None else MOST)
-        found = self._get(f"/v1/requests?limit={limit}")
+        status, found = self._get(f"/v1/requests?limit={limit}")
+        if status != 200:
+            raise self._refused(status, found)
+        now, data = found.get("now"), found.get("data")
+        if not isinstance(now, float) or not isinstance(data, list) or not all(map(_is_summary, data)):
+            raise self._stranger(status)
         if window is not None:
-            now = found["now"]
-            found["data"] = [one for one in found["data"] if one["created"] + (one["e2e_s"] or now) >= now - window]
+            data = [one for one in data if one["e2e_s"] is None or one["created"] + one["e2e_s"] >= now - window]
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            return list(pool.map(self.timeline, (one["id"] for one in found["data"])))
+            found = pool.map(self._still_there, (one["id"] for one in data))
+            return [timeline for timeline in found if timeline is not None]
 
-    def _get(self, path: str) -> dict[str, Any]:
-        from slipstream.doctor.routes import Unreachable, get
+    def _still_there(self, name: str) -> dict[str, Any] | None:
+        """None of a request that was forgotten since it was listed: a busy front keeps the last ones alone."""
+        status, answer = self._get(f"/v1/requests/{quote(name, safe='')}/timeline")
+        return answer if status == 200 and isinstance(answer.get("events"), list) else None
+
+    def _get(self, path: str) -> tuple[int, dict[str, Any]]:
+        """Raises Unreachable, ConfigError."""
+        from slipstream.doctor.asking import get
 
         status, body = get(self._url, path, self._key, ANSWER_S)
         if status == 401:
             raise ConfigError(f"{self._url} wants an API key: give --api-key or set SLIPSTREAM_API_KEY.")
         try:
             answer = json.loads(body)
-        except ValueError:
-            raise Unreachable(
-                f"{self._url}{path} answered {status} and no JSON: this is no slipstream front."
-            ) from None
-        if status != 200:
-            problem = answer.get("error", {}).get("message") or f"{self._url}{path} answered {status}"
-            raise SlipstreamError(f"{problem}.")
-        return answer
+        except (ValueError, RecursionError):
+            answer = None
+        if not isinstance(answer, dict):
+            raise self._stranger(status)
+        return status, answer
+
+    def _stranger(self, status: int) -> Unreachable:
+        from slipstream.doctor.asking import Unreachable
+
+        return Unreachable(f"what answers at {self._url} ({status}) is no slipstream front.")
+
+    def _refused(self, status: int, answer: dict[str, Any]) -> SlipstreamError:
+        error = answer.get("error")
+        message = error.get("message") if isinstance(error, dict) else None
+        return SlipstreamError(f"{message}.") if isinstance(message, str) else self._stranger(status)

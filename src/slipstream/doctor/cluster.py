@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from slipstream.doctor.routes import Member, Unreachable, members
+from slipstream.doctor.asking import Unreachable
+from slipstream.doctor.routes import Member, members
 from slipstream.doctor.system import NoAnswer
 
 Get = Callable[[str, str], tuple[int, bytes]]

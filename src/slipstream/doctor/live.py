@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from slipstream.doctor import driver, elf
-from slipstream.doctor.routes import Unreachable
-from slipstream.doctor.routes import get as http_get
+from slipstream.doctor.asking import Unreachable
+from slipstream.doctor.asking import get as http_get
 from slipstream.doctor.system import Limit, NoAnswer, Package, Space, System
 from slipstream.topo.tree import FolderTree
 

@@ -6,25 +6,19 @@ reason against every transport that would have been faster.
 
 from __future__ import annotations
 
-import http.client
 import textwrap
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
-from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.doctor.asking import Unreachable, get
+from slipstream.errors import ConfigError
 from slipstream.topo.choose import Pair, Plan
 from slipstream.transfer.order import better
 from slipstream.wire import RouteReport
 
-ANSWER_S = 3.0
 _WIDTH = 110
-
-
-class Unreachable(SlipstreamError):
-    """No slipstream answers at a URL; the message says what does, if anything."""
 
 
 class Member(msgspec.Struct, kw_only=True):
@@ -46,37 +40,9 @@ class Member(msgspec.Struct, kw_only=True):
 
 
 class Members(msgspec.Struct, kw_only=True):
-    workers: list[Member] = []
+    """What `/workers` says; without the field it is something else that answers with JSON."""
 
-
-def base_url(text: str) -> str:
-    """`text` as http://host:port; a bare host:port will do. Raises ConfigError."""
-    parts = urlsplit(text if "://" in text else f"http://{text}")
-    try:
-        port = parts.port
-    except ValueError:
-        port = -1
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-        raise ConfigError(f"{text!r} is no URL of a running slipstream; it looks like http://127.0.0.1:8000.")
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return f"{parts.scheme}://{host}" + (f":{port}" if port else "")
-
-
-def get(url: str, path: str, api_key: str = "", timeout_s: float = ANSWER_S) -> tuple[int, bytes]:
-    """Status and body of a GET, without any proxy. Raises Unreachable, ConfigError."""
-    parts = urlsplit(base_url(url))
-    assert parts.hostname is not None
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.hostname, parts.port, timeout=timeout_s)
-    try:
-        connection.request("GET", path, headers={"authorization": f"Bearer {api_key}"} if api_key else {})
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-    except (OSError, http.client.HTTPException) as error:
-        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise Unreachable(f"nothing answers at {url}: {why}. Is `slipstream serve` running there?") from error
-    finally:
-        connection.close()
+    workers: list[Member]
 
 
 def ask(url: str, api_key: str = "") -> bytes:

@@ -159,15 +159,18 @@ class Stories:
         await exchange.json({"object": "list", "now": time.time(), "data": self.recent(int(text))})
 
     async def one(self, exchange: Exchange, path: str) -> None:
-        """`{id}` is the summary, `{id}/timeline` everything."""
+        """`{id}` is the summary, `{id}/timeline` everything; an X-Request-ID may itself end like that."""
         name = path.removesuffix(SUFFIX)
+        whole = path.endswith(SUFFIX)
         story = self.find(name)
+        if story is None and whole and (story := self.find(path)) is not None:
+            whole = False
         if story is None:
             raise RouteNotFound(
                 f"no request {name!r} is remembered here; the last {RECENT} are, by the id of the response or by "
                 "X-Request-ID. GET /v1/requests lists them"
             )
-        await exchange.json(await self.timeline(story) if path.endswith(SUFFIX) else self.summary(story))
+        await exchange.json(await self.timeline(story) if whole else self.summary(story))
 
 
 def _event(name: str, where: str, start_s: float, duration_s: float, attributes: dict[str, Any]) -> dict[str, Any]:

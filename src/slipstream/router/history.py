@@ -107,8 +107,10 @@ async def _ask(visit: Visit, request_ids: list[str]) -> dict[str, list[PastEvent
             if answer.id != worker_id:
                 return "the worker that had it has ended; another process is at its address now"
             offset = await _offset(url, answer, asked, answered)
-    except (OSError, TimeoutError, NotHttp, msgspec.MsgspecError, UnicodeError, ValueError) as error:
-        return f"the worker cannot be asked: {str(error) or type(error).__name__}"
+    except TimeoutError:
+        return f"the worker did not answer within {ANSWER_S:g} s"
+    except (OSError, NotHttp, msgspec.MsgspecError, UnicodeError, ValueError) as error:
+        return f"the worker cannot be asked: {getattr(error, 'strerror', None) or str(error) or type(error).__name__}"
     return {
         request_id: [_moved(event, chapter, name, offset) for chapter in chapters for event in chapter.events]
         for request_id, chapters in answer.requests.items()

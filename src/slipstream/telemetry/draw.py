@@ -13,6 +13,10 @@ from rich.text import Text
 BAR = 48
 FIXED = 48  # columns that times and names take
 FACTS = 40
+IDLE = 0.05  # of the busy time: the longest stretch without requests that is drawn as it is
+COLUMNS = ("request", "at", "prompt", "answer", "first", "total", "workers")
+DISPENSABLE = ("workers", "at", "prompt", "answer", "first", "total")  # in this order, where a terminal is narrow
+ROOMY = 24  # columns that a bar has before others are left out
 STYLES = {
     "received": "white", "placed": "white", "queued": "bright_black", "prefill_chunk": "cyan", "offer": "bright_black",
     "grant": "bright_black", "copy_chunk": "yellow", "commit": "yellow", "first_token": "bold magenta",
@@ -37,55 +41,122 @@ def one(timeline: Timeline, width: int = 160) -> RenderableType:
         table.add_row(
             _seconds(event["start_s"]),
             _seconds(event["duration_s"]) if event["duration_s"] else "",
-            event["where"],
-            Text(event["name"], style=style),
+            Text(_plain(event["where"])),
+            Text(_plain(event["name"]), style=style),
             _bar([(event["start_s"], event["duration_s"], "━" if event["duration_s"] else "╹", style)], total, bar),
-            Text(_facts(event["attributes"]), style="dim"),
+            Text(_plain(_facts(event["attributes"])), style="dim"),
         )
     parts: list[RenderableType] = [_headline(timeline), table]
-    parts += [Text(f"{gap['where']}: its part is missing: {gap['reason']}", style="red") for gap in _missing(timeline)]
+    for gap in _missing(timeline):
+        parts.append(Text(_plain(f"{gap['where']}: its part is missing: {gap['reason']}"), style="red"))
     return Group(*parts)
 
 
-def many(timelines: Sequence[Timeline]) -> RenderableType:
-    """A row for each request, the oldest first; all bars on one scale, from the first arrival to the last end."""
+def many(timelines: Sequence[Timeline], width: int = 160) -> RenderableType:
+    """A row for each request, the oldest first; all bars on one scale, from the first arrival to the last end.
+
+    Stretches in which no request was under way are cut to a short one. Where a terminal is narrow, columns are left
+    out, so that ids and bars stay readable.
+    """
     timelines = sorted(timelines, key=lambda timeline: timeline["created"])
     if not timelines:
         return Text("no requests yet")
-    zero = timelines[0]["created"]
-    total = max(timeline["created"] - zero + _length(timeline) for timeline in timelines)
+    scale = _Scale([(timeline["created"], timeline["created"] + _length(timeline)) for timeline in timelines])
+    rows = [_row(timeline) for timeline in timelines]
+    kept, bar = _fitting(rows, width)
     table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for title in ("request", "at", "prompt", "answer", "first", "total", "workers", "", ""):
-        table.add_column(title, justify="right" if title in ("prompt", "answer", "first", "total") else "left")
-    for timeline in timelines:
-        shift = timeline["created"] - zero
-        pieces = [
-            (shift + event["start_s"], event["duration_s"], mark, style)
-            for name, mark, style in STAGES
-            for event in timeline["events"]
-            if event["name"] == name
-        ]
-        pieces += [
-            (shift + event["start_s"], 0.0, "╹", "bold red")
-            for event in timeline["events"]
-            if event["name"] in ("failed", "resubmitted", "cancelled")
-        ]
-        table.add_row(
-            timeline["id"],
-            time.strftime("%H:%M:%S", time.localtime(timeline["created"])),
-            str(timeline["prompt_tokens"]),
-            str(timeline["output_tokens"]),
-            _seconds(timeline["ttft_s"]),
-            _seconds(timeline["e2e_s"]),
-            _workers(timeline),
-            _bar(pieces, total, BAR),
-            Text(timeline["error"] or "", style="red"),
-        )
-    legend = Text.assemble("scale ", _seconds(total), "   ")
+    for at in kept:
+        right = COLUMNS[at] in ("prompt", "answer", "first", "total")
+        table.add_column(COLUMNS[at], justify="right" if right else "left", no_wrap=True, overflow="fold")
+    table.add_column("", no_wrap=True)
+    table.add_column("")
+    for timeline, row in zip(timelines, rows, strict=True):
+        error = Text(_plain(timeline["error"] or ""), style="red")
+        table.add_row(*(Text(row[at]) for at in kept), _bar(_pieces(timeline, scale), scale.total, bar), error)
+    legend = Text.assemble("scale ", _seconds(scale.total), "   ")
     for (_, mark, style), word in zip(STAGES, ("queued", "prefill", "KV copy", "decode"), strict=True):
         legend.append_text(Text.assemble((mark, style), f" {word}   "))
+    if scale.cut:
+        legend.append(f"{_seconds(scale.cut)} without requests are left out")
     gaps = {(gap["where"], gap["reason"]): None for timeline in timelines for gap in _missing(timeline)}
-    return Group(table, legend, *(Text(f"{where}: its part is missing: {why}", style="red") for where, why in gaps))
+    lines = (Text(_plain(f"{where}: its part is missing: {why}"), style="red") for where, why in gaps)
+    return Group(table, legend, *lines)
+
+
+class _Scale:
+    """Moments as seconds from the first arrival, without the stretches in which nothing was under way.
+
+    `total` is the length of what is shown, `cut` how much was left out.
+    """
+
+    def __init__(self, spans: Sequence[tuple[float, float]]) -> None:
+        """`spans` in order of their begin, at least one."""
+        busy: list[list[float]] = []
+        for begin, end in spans:
+            if busy and begin <= busy[-1][1]:
+                busy[-1][1] = max(busy[-1][1], end)
+            else:
+                busy.append([begin, end])
+        longest = IDLE * sum(end - begin for begin, end in busy)
+        self._spans: list[tuple[float, float, float]] = []  # begin, end, where it is drawn
+        self.cut, at, before = 0.0, 0.0, busy[0][0]
+        for begin, end in busy:
+            shown = min(begin - before, longest)
+            self.cut += begin - before - shown
+            at += shown
+            self._spans.append((begin, end, at))
+            at += end - begin
+            before = end
+        self.total = at
+
+    def __call__(self, moment: float) -> float:
+        begin, end, at = next(span for span in reversed(self._spans) if span[0] <= moment or span is self._spans[0])
+        return at + min(moment, end) - begin
+
+
+def _pieces(timeline: Timeline, scale: _Scale) -> list[tuple[float, float, str, str]]:
+    created = timeline["created"]
+    pieces = [
+        (scale(created + event["start_s"]), event["duration_s"], mark, style)
+        for name, mark, style in STAGES
+        for event in timeline["events"]
+        if event["name"] == name
+    ]
+    return pieces + [
+        (scale(created + event["start_s"]), 0.0, "╹", "bold red")
+        for event in timeline["events"]
+        if event["name"] in ("failed", "resubmitted", "cancelled")
+    ]
+
+
+def _row(timeline: Timeline) -> tuple[str, ...]:
+    """The cells of COLUMNS."""
+    return (
+        _plain(timeline["id"]),
+        time.strftime("%H:%M:%S", time.localtime(timeline["created"])),
+        str(timeline["prompt_tokens"]),
+        str(timeline["output_tokens"]),
+        _seconds(timeline["ttft_s"]),
+        _seconds(timeline["e2e_s"]),
+        _workers(timeline),
+    )
+
+
+def _fitting(rows: Sequence[tuple[str, ...]], width: int) -> tuple[list[int], int]:
+    """Which columns there is room for, and how long bars are."""
+    wide = [max(len(title), *(len(row[at]) for row in rows)) + 2 for at, title in enumerate(COLUMNS)]
+    kept = list(range(len(COLUMNS)))
+    for least in DISPENSABLE:
+        if sum(wide[at] for at in kept) + ROOMY <= width:
+            break
+        kept.remove(COLUMNS.index(least))
+    room = width - sum(wide[at] for at in kept) - 2
+    return kept, min(BAR, max(10, room))
+
+
+def _plain(text: str) -> str:
+    """On one line, and without what would steer a terminal: names and errors come from elsewhere."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 def _bar(pieces: Iterable[tuple[float, float, str, str]], total: float, width: int) -> Text:
@@ -100,14 +171,14 @@ def _bar(pieces: Iterable[tuple[float, float, str, str]], total: float, width: i
 
 
 def _headline(timeline: Timeline) -> Text:
-    text = Text.assemble((timeline["id"], "bold"), f"  {timeline['model']}  {timeline['state']}")
+    text = Text.assemble((_plain(timeline["id"]), "bold"), _plain(f"  {timeline['model']}  {timeline['state']}"))
     text.append(
         f"  {timeline['prompt_tokens']} prompt tokens ({timeline['cached_tokens']} cached), "
         f"{timeline['output_tokens']} tokens, first after {_seconds(timeline['ttft_s'])}, "
         f"{_seconds(timeline['e2e_s'])} in all, {_workers(timeline)}"
     )
     if timeline["error"]:
-        text.append(f"\n{timeline['error']}", style="red")
+        text.append("\n" + _plain(timeline["error"]), style="red")
     return text
 
 
@@ -116,7 +187,7 @@ def _workers(timeline: Timeline) -> str:
     if prefill is None:
         return "nowhere"
     attempts = f" (attempt {timeline['attempts']})" if timeline["attempts"] > 1 else ""
-    return (prefill if prefill == decode else f"{prefill} > {decode}") + attempts
+    return _plain(prefill if prefill == decode else f"{prefill} > {decode}") + attempts
 
 
 def _missing(timeline: Timeline) -> list[dict[str, str]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections.abc import Callable, Iterable
 from importlib import resources
 from typing import Any
@@ -166,6 +167,9 @@ def _own_url(exchange: Exchange) -> str:
 def _number(exchange: Exchange, name: str, default: float) -> float:
     text = exchange.query(name)
     try:
-        return float(text) if text else default
+        number = float(text) if text else default
     except ValueError:
-        raise InvalidRequest(f"{name} must be a number; {text!r} was given", param=name) from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise InvalidRequest(f"{name} must be a number; {text!r} was given", param=name)
+    return number

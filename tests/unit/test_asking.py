@@ -1,0 +1,189 @@
+"""Commands that ask a server: whatever listens there, they end in time with a sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from click.testing import CliRunner
+
+from slipstream.cli import timeline as timeline_command
+from slipstream.cli.main import cli
+from slipstream.doctor import asking, cluster
+from slipstream.doctor.asking import Unreachable, get
+from slipstream.errors import ConfigError, SlipstreamError
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
+Answer = Callable[[socket.socket, threading.Event], None]
+
+
+@contextlib.contextmanager
+def listening(answer: Answer) -> Iterator[str]:
+    """A server that does to each connection what it is told; it ends with the block."""
+    over = threading.Event()
+    server = socket.create_server(("127.0.0.1", 0))
+    threads: list[threading.Thread] = []
+
+    def visit(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            answer(connection, over)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                threads.append(threading.Thread(target=visit, args=(connection,), daemon=True))
+                threads[-1].start()
+
+    acceptor = threading.Thread(target=accept, daemon=True)
+    acceptor.start()
+    try:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+    finally:
+        over.set()
+        server.shutdown(socket.SHUT_RDWR)
+        server.close()
+        for thread in (acceptor, *threads):
+            thread.join(10)
+
+
+def reply(body: bytes, head: bytes = HEAD) -> bytes:
+    return head + b"content-length: %d\r\n\r\n" % len(body) + body
+
+
+def says(body: bytes, head: bytes = HEAD) -> Answer:
+    def answer(connection: socket.socket, over: threading.Event) -> None:
+        connection.recv(65536)
+        connection.sendall(reply(body, head))
+
+    return answer
+
+
+def hang(connection: socket.socket, over: threading.Event) -> None:
+    over.wait(30)
+
+
+def drip_a_body(connection: socket.socket, over: threading.Event) -> None:
+    connection.recv(65536)
+    connection.sendall(HEAD + b"content-length: 100000\r\n\r\n")
+    while not over.wait(0.02):
+        connection.sendall(b" ")
+
+
+def drip_a_head(connection: socket.socket, over: threading.Event) -> None:
+    connection.recv(65536)
+    connection.sendall(b"HTTP/1.1 200 OK\r\nx: ")
+    while not over.wait(0.02):
+        connection.sendall(b"y")
+
+
+@pytest.mark.parametrize("answer", [hang, drip_a_body, drip_a_head])
+def test_a_server_that_never_finishes_is_left_in_time(answer: Answer) -> None:
+    with listening(answer) as url, pytest.raises(Unreachable, match=r"(no whole answer within|timed out)"):
+        get(url, "/", timeout_s=0.3)
+
+
+def test_what_was_left_ends_by_itself() -> None:
+    with listening(drip_a_body) as url, pytest.raises(Unreachable):
+        get(url, "/left", timeout_s=0.2)
+    until = time.monotonic() + 10
+    while any(thread.name == "GET /left" for thread in threading.enumerate()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_an_answer_without_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "MOST_BYTES", 2 << 20)
+
+    def flood(connection: socket.socket, over: threading.Event) -> None:
+        connection.recv(65536)
+        connection.sendall(HEAD + b"\r\n")
+        while not over.is_set():
+            connection.sendall(b" " * 65536)
+
+    with listening(flood) as url, pytest.raises(Unreachable, match="more than 2 MiB"):
+        get(url, "/", timeout_s=20)
+
+
+def test_a_cut_answer_is_none() -> None:
+    def cut(connection: socket.socket, over: threading.Event) -> None:
+        connection.recv(65536)
+        connection.sendall(HEAD + b"content-length: 100\r\n\r\nabc")
+
+    with listening(cut) as url, pytest.raises(Unreachable):
+        get(url, "/", timeout_s=5)
+
+
+def test_garbage_does_not_reach_the_terminal() -> None:
+    def garbage(connection: socket.socket, over: threading.Event) -> None:
+        connection.recv(65536)
+        connection.sendall(b"\x1b[2J\x00\xff\x07 no http\r\n" * 100)
+
+    with listening(garbage) as url, pytest.raises(Unreachable) as caught:
+        get(url, "/", timeout_s=5)
+    assert caught.value.message.isprintable()
+    assert len(caught.value.message) < 300
+
+
+@pytest.mark.parametrize("key", ["a\nb", "a b", "schlüssel", "✓", "\x00"])
+def test_a_key_that_no_header_can_hold_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match="API key"):
+        get("http://127.0.0.1:1", "/", key)
+
+
+def test_a_whole_answer_is_whole() -> None:
+    body = b"x" * 300_000
+    with listening(says(body)) as url:
+        assert get(url, "/", "key", timeout_s=10) == (200, body)
+
+
+# ------------------------------------------------------------------------------------------------------ who asks
+
+STRANGE = [b"null", b"[1, 2]", b"{}", b'{"data": 3, "now": 1.0}', b'{"data": [{}], "now": 1.0}', b"<html>", b'"x"',
+           b'{"error": "boom"}', b'{"error": {"message": 3}}', b"[" * 100_000,
+           b'{"data": [3], "now": 1.0}']  # fmt: skip
+
+
+@pytest.mark.parametrize("body", STRANGE)
+@pytest.mark.parametrize("status", [b"200 OK", b"404 Not Found"])
+@pytest.mark.parametrize("arguments", [[], ["some-id"], ["--window", "9"]])
+def test_timeline_says_of_a_stranger_that_it_is_one(body: bytes, status: bytes, arguments: list[str]) -> None:
+    with listening(says(body, b"HTTP/1.1 " + status + b"\r\n")) as url:
+        result = CliRunner().invoke(cli, ["timeline", "--url", url, *arguments])
+    assert isinstance(result.exception, SlipstreamError), result.exception
+    assert "no slipstream front" in result.exception.message
+
+
+def test_a_request_that_is_forgotten_meanwhile_is_left_out() -> None:
+    listed = dict.fromkeys(timeline_command.SUMMARY, None) | {"created": 1.0, "e2e_s": 1.0}
+    data = [{**listed, "id": name} for name in ("kept", "gone")]
+
+    def answer(connection: socket.socket, over: threading.Event) -> None:
+        path = connection.recv(65536).split(b" ")[1].decode()
+        body = {**data[0], "events": []} if "kept" in path else {"data": data, "now": 2.0}
+        gone = reply(b'{"error": {"message": "no request"}}', b"HTTP/1.1 404 Not Found\r\n")
+        connection.sendall(gone if "gone" in path else reply(json.dumps(body).encode()))
+
+    with listening(answer) as url:
+        result = CliRunner().invoke(cli, ["timeline", "--url", url, "--json"])
+    assert result.exit_code == 0, result.output
+    assert [one["id"] for one in json.loads(result.output)] == ["kept"]
+
+
+@pytest.mark.parametrize("window", ["nan", "inf"])
+def test_a_window_that_is_no_time_is_refused(window: str) -> None:
+    result = CliRunner().invoke(cli, ["timeline", "--window", window])
+    assert result.exit_code == 2
+    assert "no number of seconds" in result.output
+
+
+@pytest.mark.parametrize("body", [b'{"error": {"message": "boom"}}', b"{}", b"null"])
+def test_doctor_does_not_call_a_stranger_healthy(body: bytes) -> None:
+    found = cluster.look(lambda url, path: (200, body), "http://x:1")
+    assert not found.reachable
+    assert "no slipstream router" in found.problem or "not that of a slipstream router" in found.problem
