@@ -19,7 +19,7 @@ import msgspec
 
 from slipstream.types import Request, Role, Tokens
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_FRAME = 256 << 20
 BlockKey = bytes
 
@@ -250,7 +250,11 @@ class ProbeClose(Message):
 
 
 class Offer(Message):
-    """P to D: I am computing this; where shall it go? `pages_needed` covers the prompt, the last page in part."""
+    """P to D: I am computing this; where shall it go? `pages_needed` covers the prompt, the last page in part.
+
+    `prompt` are the request's prompt ids, four bytes each, little-endian: Commit, which follows the last copy and which
+    the request waits for, needs not bring them then.
+    """
 
     xfer: int
     request: str
@@ -260,6 +264,7 @@ class Offer(Message):
     pages_needed: int
     max_tokens: int
     priority: int = 0
+    prompt: bytes = b""
 
 
 class Grant(Message):
@@ -290,7 +295,8 @@ class Commit(Message):
     """P to D: every write of every rank is visible; the request is yours.
 
     `request.output_ids` holds all tokens made so far, the first token of this prefill last; the router has them
-    already. KV of all tokens but that last one is in the granted pages.
+    already. KV of all tokens but that last one is in the granted pages. `request.prompt_ids` is empty where the Offer
+    has brought the prompt.
     """
 
     xfer: int

@@ -312,7 +312,9 @@ class EngineCore:
         if known is not None:
             self._end(known, "superseded")
         root = root_key(self._fingerprint, request.cache_salt)
-        sequence = Sequence(request, commit.router, None, arrival.key[1], root, self._eos_ids, self.max_model_len)
+        sequence = Sequence(
+            request, commit.router, None, arrival.key[1], root, self._eos_ids, self.max_model_len, arrival.ids
+        )
         foreign = self._terms.foreign(sequence)
         if foreign is not None:
             self._account.drop(arrival.pages)

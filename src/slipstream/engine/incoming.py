@@ -11,6 +11,10 @@ import bisect
 import logging
 from collections.abc import Callable
 
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
 from slipstream import wire
 from slipstream.engine.effects import Outbox
 from slipstream.engine.observe import NoObserver, Observer
@@ -26,7 +30,7 @@ EARLY_GRANTS = 0.25  # share of max_sequences that may be granted beyond those t
 class Arrival:
     """One offered transfer; `pages` are its held prefix pages and its reserved ones, in the order of the prompt."""
 
-    __slots__ = ("handoff", "key", "limit", "note", "pages", "passed_over")
+    __slots__ = ("handoff", "ids", "key", "limit", "note", "pages", "passed_over", "prompt")
 
     def __init__(self, handoff: DestinationHandoff, key: tuple[int, int], limit: int) -> None:
         self.handoff = handoff
@@ -35,6 +39,25 @@ class Arrival:
         self.pages: list[int] = []
         self.passed_over = 0
         self.note: object = None  # the observer's
+        self.ids: NDArray[np.int64] | None = None  # the prompt, where the offer has brought it
+        self.prompt: list[int] = []
+
+    def take_prompt(self) -> None:
+        """Reads the prompt of the offer, while there is time: behind the commit the request waits."""
+        data = self.handoff.offer.prompt
+        if data:
+            self.ids = np.frombuffer(data, dtype="<i4").astype(np.int64)
+            self.prompt = self.ids.tolist()
+
+    def whole(self, commit: wire.Commit) -> wire.Commit:
+        """The commit with its prompt."""
+        if self.ids is None:
+            return commit
+        if commit.request.prompt_ids:
+            self.ids = None
+            return commit
+        request = msgspec.structs.replace(commit.request, prompt_ids=self.prompt)
+        return msgspec.structs.replace(commit, request=request)
 
 
 class Incoming:
@@ -112,6 +135,7 @@ class Incoming:
         if (peer, offer.xfer) in self._arrivals:
             logger.error("%s offered transfer %d twice; the second offer is ignored", peer, offer.xfer)
             return
+        arrival.take_prompt()
         self._arrivals[peer, offer.xfer] = arrival
         bisect.insort(self.deferred, arrival, key=lambda a: a.key)
 
@@ -121,6 +145,8 @@ class Incoming:
             return "engine_failure", f"{offer.prompt_len} tokens offered; at least one is needed"
         if offer.pages_needed != -(-offer.prompt_len // page_tokens):
             return "engine_failure", f"{offer.pages_needed} pages offered for {offer.prompt_len} tokens"
+        if len(offer.prompt) % 4 or len(offer.prompt) > 4 * offer.prompt_len:
+            return "engine_failure", f"a prompt of {len(offer.prompt)} bytes offered for {offer.prompt_len} tokens"
         if len(offer.block_keys) not in (0, offer.prompt_len // page_tokens):
             return "engine_failure", f"{len(offer.block_keys)} block keys offered for {offer.prompt_len} tokens"
         if offer.prompt_len + 1 >= self._max_model_len:
@@ -145,7 +171,7 @@ class Incoming:
             return
         match message:
             case wire.Commit():
-                actions = arrival.handoff.on_commit(message)
+                actions = arrival.handoff.on_commit(arrival.whole(message))
             case wire.Cancel():
                 actions = arrival.handoff.on_cancel()
             case wire.Released():

@@ -72,6 +72,7 @@ class Outgoing:
             pages_needed=pages,
             max_tokens=sequence.request.sampling.max_tokens - sequence.outputs,
             priority=sequence.request.priority,
+            prompt=sequence.ids(0, sequence.prompt_tokens).astype("<i4").tobytes(),
         )
         self._outbox.peer(handoff.peer, True, offer)
         self._observer.offered(sequence)
@@ -89,7 +90,7 @@ class Outgoing:
         commit = wire.Commit(
             xfer=handoff.xfer,
             generation=0,
-            request=msgspec.structs.replace(sequence.request, output_ids=outputs),
+            request=msgspec.structs.replace(sequence.request, prompt_ids=[], output_ids=outputs),
             router=sequence.router,
             cached_tokens=max(0, sequence.cached_tokens),
         )

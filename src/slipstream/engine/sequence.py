@@ -11,7 +11,7 @@ pages and sends it back to WAITING with all tokens so far; it then computes them
 from __future__ import annotations
 
 import enum
-from array import array
+import struct
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,9 +138,12 @@ class Sequence:
     def ids(self, begin: int, end: int) -> NDArray[np.int64]:
         """`tokens[begin:end]`; kept from call to call, since a prompt is looked at several times. Raises OverflowError
         when one of `tokens` is not a 64-bit number."""
-        if self._ids is None or len(self._ids) < end:
-            self._ids = np.frombuffer(array("q", self.tokens), dtype=np.int64)  # a third of the time of asarray
-        return self._ids[begin:end]
+        known = self._ids
+        if known is None:
+            known = self._ids = _numbers(self.tokens)
+        elif len(known) < end:
+            known = self._ids = np.concatenate((known, _numbers(self.tokens[len(known) :])))
+        return known[begin:end]
 
     def extend_keys(self, page_tokens: int) -> list[bytes]:
         """Block keys of all full pages of the tokens so far; only new ones are computed."""
@@ -180,3 +183,11 @@ class Sequence:
     def __repr__(self) -> str:
         name = f"{self.request.id}#{self.request.attempt}"
         return f"Sequence({name} {self.phase.value} {self.computed}/{len(self.tokens)} of {self.limit})"
+
+
+def _numbers(tokens: list[int]) -> NDArray[np.int64]:
+    """Takes half the time of numpy's own way."""
+    try:
+        return np.frombuffer(struct.pack(f"<{len(tokens)}q", *tokens), dtype="<i8")
+    except struct.error as error:
+        raise OverflowError(f"not a token id: {error}") from error

@@ -32,9 +32,7 @@ def root_key(fingerprint: str, cache_salt: str = "") -> bytes:
     return digest.digest()
 
 
-def extend_keys(
-    keys: list[bytes], token_ids: Sequence[int] | NDArray[np.int64], page_tokens: int, root: bytes
-) -> None:
+def extend_keys(keys: list[bytes], token_ids: Sequence[int] | NDArray[np.int64], page_tokens: int, root: bytes) -> None:
     """Appends to `keys` those of the full pages of `token_ids` that it does not cover yet."""
     first = len(keys)
     full = len(token_ids) // page_tokens
