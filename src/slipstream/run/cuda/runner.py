@@ -1,10 +1,11 @@
 """Executes step plans on a GPU, two at a time: one that computes, and one launched behind it.
 
 Steps in which every sequence has one new token run as a CUDA graph: one copy of numbers to the device, one graph, one
-copy of tokens back. All others, which hold a piece of a prompt, run kernel by kernel. Tokens are drawn on the device,
-which keeps the last one of each row, so that the next step can be launched before the host has read them. Rows that
-want more of their logits than a draw (penalties, biases, log-probabilities) get it behind the step by the code that a
-CPU runs; what these ask for is written before the launch returns as well.
+copy of tokens back. All others, which hold a piece of a prompt, run kernel by kernel, or with `prompt_graphs`, up to a
+size, as graphs with attention between them (`pieces`). Tokens are drawn on the device, which keeps the last one of each
+row, so that the next step can be launched before the host has read them. Rows that want more of their logits than a
+draw (penalties, biases, log-probabilities) get it behind the step by the code that a CPU runs; what these ask for is
+written before the launch returns as well.
 
 `launch` gives the device all that a step needs and waits for nothing; `collect` waits for the event behind it. All work
 of a runner is on a stream of its own, so that copies of KV pages elsewhere neither wait for it nor delay it.
@@ -32,6 +33,7 @@ from slipstream.run.cuda.forward import mixed
 from slipstream.run.cuda.graphs import DecodeGraphs, graph_sizes
 from slipstream.run.cuda.inputs import MixedInputs
 from slipstream.run.cuda.ops import HEAD_DIMS, Ops, TritonOps
+from slipstream.run.cuda.pieces import MOST_ROWS, PieceGraphs, piece_sizes
 from slipstream.run.cuda.prepare import compile_ahead
 from slipstream.run.cuda.sampling import TokenOps, TorchTokens, TritonTokens
 from slipstream.run.runner import Runner
@@ -71,7 +73,8 @@ class Launched:
 class CudaRunner(Runner):
     """`Runner` with kernels and CUDA graphs. `max_pages` is the widest block table of a plan.
 
-    `ops` replaces the kernels, for tests; without `capture` every step runs kernel by kernel.
+    `ops` replaces the kernels, for tests; without `capture` every step runs kernel by kernel. With `prompt_graphs`
+    steps of up to `prompt_rows` tokens that hold prompts run as `pieces.PieceGraphs`.
     """
 
     depth = 2
@@ -87,6 +90,8 @@ class CudaRunner(Runner):
         *,
         ops: Ops | None = None,
         capture: bool = True,
+        prompt_graphs: bool = False,
+        prompt_rows: int = MOST_ROWS,
     ) -> None:
         super().__init__(model, layout, memory, max_sequences)
         device = model.device
@@ -105,10 +110,13 @@ class CudaRunner(Runner):
                 self._tokens = TritonTokens(max_sequences, model.config.vocab, model.dtype, device)
             self.sampler = Sampler(max_sequences, model.config.vocab, device, self._draw)
             self._mixed = MixedInputs(layout.page_tokens, device)
-            sizes = graph_sizes(max_sequences) if capture else []
-            if capture and isinstance(ops, TritonOps):
-                compile_ahead(ops, model, sizes)
+            sizes = graph_sizes(max_sequences)
+            if isinstance(ops, TritonOps):
+                # For a dry run too: it is the first to need the kernels of prompts.
+                compile_ahead(ops, model, sizes, piece_sizes(prompt_rows)[:1] if prompt_graphs else [])
+            sizes = sizes if capture else []
             self._graphs = DecodeGraphs(model, ops, self._tokens, self._last, sizes, max_sequences, max_pages)
+            self._pieces = PieceGraphs(model, ops, prompt_rows if prompt_graphs and capture else 0)
             self._sync()
 
     def settle(self, wanted: AttentionBackend) -> None:
@@ -123,7 +131,8 @@ class CudaRunner(Runner):
     def warm_up(self, max_pages: int) -> None:
         """Computes prompts in the scratch page, so that nothing is compiled when the first request comes."""
         with torch.inference_mode(), self._on_stream():
-            for length in WARM_LENGTHS:
+            beyond = [max(self._pieces.sizes) + 1] if self._pieces.sizes else []
+            for length in (*WARM_LENGTHS, *beyond):
                 if length <= max_pages * self.layout.page_tokens:
                     logits = self._logits(self._forward(scratch_prompt(length, self.layout.pages_for(length)))[-1:])
                     self._draw(logits, self.sampler.table.columns(np.zeros(1, dtype=np.int64), np.array([length])))
@@ -201,10 +210,12 @@ class CudaRunner(Runner):
                 launched.prompts[index] = self._prompt_logprobs(hidden, plan, index)
 
     def _forward(self, plan: StepPlan) -> Tensor:
-        columns = self._mixed.fill(plan)
+        tokens = len(plan.token_ids)
+        size = self._pieces.size(tokens)
+        columns = self._mixed.fill(plan, size)
         if columns.decode is not None and (plan.token_ids[: columns.decodes] == FROM_DEVICE).any():
             self._tokens.feed(columns.decode.token_ids, columns.decode.rows, self._last)
-        return mixed(self.model, self._ops, columns)
+        return self._pieces.forward(columns, tokens) if size else mixed(self.model, self._ops, columns)
 
     def _logits(self, x: Tensor) -> Tensor:
         return self.model.logits(self.model.norm(x))
