@@ -2,9 +2,9 @@
 
 The engine submits CopyJobs; the mover turns their page lists into byte runs (`copies`), lets the transport of each
 route write them as one ticket, and reports each job once, when all its tickets have ended. It sleeps on one selector:
-its own bell for what other threads ask, and the descriptors of the transports for what has happened to tickets. Nothing
-is retried here. A failed job is reported when nothing of it can still arrive; until then its pages, at both ends, stay
-taken.
+its own bell for what other threads ask, and the descriptors of the transports for what has happened to tickets. While
+it sleeps, whoever submits a short job starts it. Nothing is retried here. A failed job is reported when nothing of it
+can still arrive; until then its pages, at both ends, stay taken.
 
 Routes are opened and measured by the preflight (`peer`), one for each pair of ranks that share heads.
 """
@@ -39,11 +39,22 @@ from slipstream.transfer.route import (
     usable_nics,
 )
 from slipstream.transfer.transports import load_all
-from slipstream.transfer.transports.base import Context, Description, Exports, Region, Remote, Runs, Transport
+from slipstream.transfer.transports.base import (
+    Context,
+    Description,
+    Exports,
+    Region,
+    Remote,
+    Runs,
+    Transport,
+    inline_bytes,
+)
 from slipstream.transfer.transports.bell import Bell
 from slipstream.transfer.transports.local import Neighbourhood
 
 logger = logging.getLogger(__name__)
+
+INLINE_PAGES = 256  # in longer jobs the list is worth the mover's waking
 
 
 @dataclass(slots=True, eq=False)
@@ -68,9 +79,10 @@ class _Write:
 class TransferAgent:
     """The KV memory of one rank, and its ways to and from others.
 
-    `on_done(job, error)` is called exactly once for each submitted job, on the mover thread; `error` is None when every
-    byte is visible to the peer. It must not block. `ranks` are the head ranges of all ranks of this worker, by default
-    this one alone. `host` is the address that the tcp transport listens on. `neighbours` joins agents of one process.
+    `on_done(job, error)` is called exactly once for each submitted job, on the mover thread or within `submit`; `error`
+    is None when every byte is visible to the peer. It must not block. `ranks` are the head ranges of all ranks of this
+    worker, by default this one alone. `host` is the address that the tcp transport listens on. `neighbours` joins
+    agents of one process.
     `load` makes the transports of these names, or says why not.
 
     All methods may be called from any thread; none but `connect`, `disconnect`, `source_gone` and `close` blocks. After
@@ -107,6 +119,7 @@ class TransferAgent:
         self._peers: dict[str, _Peer] = {}
         self._writes: dict[tuple[str, int], _Write] = {}
         self._written: set[str] = set()  # transports that got a write since they were last polled
+        self._turn = threading.Lock()  # whoever holds it does the mover's work: the mover, while it does not sleep
         self._bell = Bell()
         self._closed = False
         self._running = True
@@ -155,11 +168,35 @@ class TransferAgent:
     # ------------------------------------------------------------------------------------------- as a source
 
     def submit(self, job: CopyJob) -> None:
-        """Queues a copy. After `close` it is answered at once, on this thread, as failed."""
+        """Starts a copy, here and now where that takes no time to speak of and the mover sleeps; else queues it.
+
+        What is over at once, for being small, wrong or behind `close`, is reported on this thread.
+        """
+        if self._started_here(job):
+            return
         try:
             self._ask(lambda: self._begin(job))
         except PeerLost as error:
             self._report(job, error.message)
+
+    def _started_here(self, job: CopyJob) -> bool:
+        """Does the mover's work if it is not at it, so that nobody has to be woken."""
+        if len(job.source_pages) > INLINE_PAGES or not self._turn.acquire(blocking=False):
+            return False
+        try:
+            peer = self._peers.get(job.peer)
+            if self._commands or not self._running or peer is None or not peer.used:
+                return False
+            size = len(job.source_pages) * self.region.page_bytes
+            if any(size > inline_bytes(self._transports[route.transport]) for route in peer.used):
+                return False
+            alone = not self._writes
+            self._begin(job)
+            if alone:
+                self._collect_written()
+        finally:
+            self._turn.release()
+        return True
 
     def candidates(self, theirs: Exports) -> Ranking:
         """The transports to try for one rank of a peer. Raises RouteUnavailable when there is none."""
@@ -281,12 +318,14 @@ class TransferAgent:
             for transport in self._transports.values():
                 selector.register(transport.fileno(), selectors.EVENT_READ, transport)
             while self._running:
-                for key, _ in selector.select():
-                    if key.data is None:
-                        self._bell.hush()
-                        self._obey()
-                    else:
-                        self._collect(key.data)
+                ready = selector.select()
+                with self._turn:
+                    for key, _ in ready:
+                        if key.data is None:
+                            self._bell.hush()
+                            self._obey()
+                        else:
+                            self._collect(key.data)
         for transport in self._transports.values():
             transport.shutdown()
 
@@ -297,8 +336,12 @@ class TransferAgent:
                 command()
             except Exception:
                 logger.exception("the transfer agent failed at a command")
+        self._collect_written()
+
+    def _collect_written(self) -> None:
+        """Saves a turn of the selector."""
         written, self._written = self._written, set()
-        for name in written:  # saves a turn of the selector
+        for name in written:
             self._collect(self._transports[name])
 
     def _collect(self, transport: Transport) -> None:

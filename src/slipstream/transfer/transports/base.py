@@ -6,10 +6,11 @@
     poll     which tickets are done, or failed as a whole
     close    end it; afterwards no write of mine is in flight
 
-A transport is driven by one thread (the mover), which sleeps on the transport's `fileno` and polls when that is
-readable. Only `export`, `admit` and `cut_off` may be called from elsewhere, and `open` when `open_blocks` says so. A
-transport never retries, never falls back and never chooses: `transfer.route` does. A ticket owns its source and
-destination memory until it is done or failed; a failed ticket is reported only when nothing of it can still arrive.
+A transport is driven by one thread at a time: the mover, which sleeps on the transport's `fileno` and polls when that
+is readable, and while it sleeps whoever submits a short job (`inline_bytes`). Only `export`, `admit` and `cut_off` may
+be called from elsewhere, and `open` when `open_blocks` says so. A transport never retries, never falls back and never
+chooses: `transfer.route` does. A ticket owns its source and destination memory until it is done or failed; a failed
+ticket is reported only when nothing of it can still arrive.
 
 A module of a transport has a function `create(context: Context) -> Transport`, which raises RouteUnavailable when the
 transport cannot be used by this process at all; `transfer.transports.load` finds it by name.
@@ -123,6 +124,12 @@ class Context:
     agent: str
     host: str
     neighbours: Neighbourhood | None = None
+
+
+def inline_bytes(transport: Transport) -> int:
+    """Jobs of up to so many bytes may be started by any thread that the mover's work is left to: `write` (and a `poll`)
+    is then over sooner than a thread wakes. A transport's class says so in `inline_bytes`; by default none may."""
+    return int(getattr(transport, "inline_bytes", 0))
 
 
 class Transport(Protocol):

@@ -95,6 +95,7 @@ class CudaIpcTransport:
 
     name: ClassVar[str] = "cuda_ipc"
     open_blocks: ClassVar[bool] = True
+    inline_bytes: ClassVar[int] = 1 << 62  # a copy of any size is only queued
 
     def __init__(self, context: Context, device: Device | None = None, copiers: Any = Copier) -> None:
         region = context.region

@@ -102,6 +102,7 @@ class LocalTransport:
 
     name: ClassVar[str] = "local"
     open_blocks: ClassVar[bool] = False
+    inline_bytes: ClassVar[int] = 1 << 20
 
     def __init__(self, context: Context) -> None:
         if context.neighbours is None:

@@ -139,6 +139,7 @@ class ShmTransport:
 
     name: ClassVar[str] = "shm"
     open_blocks: ClassVar[bool] = True
+    inline_bytes: ClassVar[int] = 1 << 20
 
     def __init__(
         self,
