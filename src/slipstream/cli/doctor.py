@@ -6,8 +6,6 @@ import sys
 
 import click
 
-from slipstream.errors import ConfigError
-
 
 @click.command("doctor")
 @click.option("--model", metavar="MODEL", help="Check this model too: files, tokenizer, memory.")
@@ -83,12 +81,10 @@ def _list(as_json: bool) -> None:
 
 
 def _read_log(name: str, as_json: bool) -> int:
+    from slipstream import pasted
     from slipstream.doctor import log
 
-    try:
-        with click.open_file(name, errors="replace") as file:
-            found = log.read(file)
-    except OSError as error:
-        raise ConfigError(f"cannot read {name}: {error.strerror}.") from error
+    with pasted.opened(name) as file:
+        found = log.read(pasted.lines(file))
     click.echo(log.json_text(found) if as_json else log.text(found, name))
     return 1 if found.failures else 0

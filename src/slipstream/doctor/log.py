@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 import msgspec
 
 from slipstream.doctor.symptoms import CATALOGUE
 from slipstream.doctor.symptoms.symptom import Symptom
+from slipstream.pasted import PART
 
 _WIDTH = 110
-_LINE_LIMIT = 4000  # characters of a line that are searched
+_WINDOW = 4000  # characters that are searched at once; longer lines are searched in windows
+_OVERLAP = 400  # of two windows, so that none cuts a failure in two
 _SHOWN = 160
 _BLOCK = 256  # lines that are searched together first
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -43,6 +45,7 @@ class LogReport(msgspec.Struct, frozen=True, kw_only=True):
 
     lines: int
     findings: tuple[Finding, ...]
+    no_text: int = 0  # lines of bytes that are no text
 
     @property
     def failures(self) -> list[Finding]:
@@ -50,28 +53,59 @@ class LogReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read(lines: Iterable[str], catalogue: Iterable[Symptom] = CATALOGUE) -> LogReport:
-    """Searches a log. Lines may have colours and any length; each counts for every failure that it names."""
+    """Searches a log. Lines may have colours and any length; each counts once for every failure that it names.
+
+    A line without an end that is `pasted.PART` long goes on in the next.
+    """
     symptoms = list(catalogue)
     table = [(pattern.needle, pattern.regex, symptom) for symptom in symptoms for pattern in symptom.patterns]
     found: dict[str, Finding] = {}
-    number, source = 0, iter(lines)
-    while raw := list(islice(source, _BLOCK)):
-        block = [" ".join(_COLOURS.sub("", line[:_LINE_LIMIT]).split()) for line in raw]
-        whole = "\n".join(block).lower()
+    last: dict[str, int] = {}  # the last line that names a failure
+    count = _Count()
+    windows = _windows(lines, count)
+    while block := list(islice(windows, _BLOCK)):
+        whole = "\n".join(line for _, line in block).lower()
         near = [row for row in table if row[0] in whole]  # for most blocks of a log none
-        for at, line in enumerate(block if near else (), number + 1):
+        for number, line in block if near else ():
             lowered = line.lower()
-            named = {row.id: row for needle, regex, row in near if needle in lowered and regex.search(lowered)}
-            for symptom in named.values():
-                _note(found, symptom, at, line)
-        number += len(raw)
+            for needle, regex, symptom in near:
+                if needle in lowered and last.get(symptom.id) != number and (match := regex.search(lowered)):
+                    last[symptom.id] = number
+                    _note(found, symptom, number, _around(line, match.start()))
     for symptom in symptoms:
         if symptom.id in found:
             found[symptom.id].because = _roots(symptom, found, {symptom.id: symptom for symptom in symptoms}, ())
-    return LogReport(lines=number, findings=tuple(found.values()))
+    return LogReport(lines=count.lines, findings=tuple(found.values()), no_text=count.no_text)
 
 
-def _note(found: dict[str, Finding], symptom: Symptom, number: int, line: str) -> None:
+class _Count:
+    """What has been read."""
+
+    lines = 0
+    no_text = 0
+
+
+def _windows(lines: Iterable[str], count: _Count) -> Iterator[tuple[int, str]]:
+    """Pieces to be searched, with the numbers of their lines."""
+    goes_on, tail = False, ""
+    for raw in lines:
+        if not goes_on:
+            count.lines += 1
+            tail = ""
+            count.no_text += "\0" in raw or raw.count("\ufffd") * 5 > len(raw)
+        goes_on = len(raw) == PART and not raw.endswith("\n")
+        line = tail + _COLOURS.sub("", raw.replace("\0", ""))
+        for start in range(0, max(1, len(line) - _OVERLAP), _WINDOW - _OVERLAP):
+            yield count.lines, " ".join(line[start : start + _WINDOW].split())
+        tail = line[-_OVERLAP:]
+
+
+def _around(line: str, at: int) -> str:
+    """The part of a long line in which a failure stands."""
+    return line if len(line) <= _SHOWN or at < _SHOWN // 2 else f"... {line[at - _SHOWN // 4 :]}"
+
+
+def _note(found: dict[str, Finding], symptom: Symptom, number: int, text: str) -> None:
     if symptom.id not in found:
         found[symptom.id] = Finding(
             id=symptom.id,
@@ -81,7 +115,7 @@ def _note(found: dict[str, Finding], symptom: Symptom, number: int, line: str) -
             checks=symptom.checks,
             notice=symptom.notice,
             line=number,
-            text=textwrap.shorten(line, _SHOWN, placeholder=" ..."),
+            text=textwrap.shorten(text, _SHOWN, placeholder=" ..."),
         )
     found[symptom.id].count += 1
 
@@ -101,6 +135,8 @@ def _roots(
 def text(report: LogReport, name: str) -> str:
     """Causes with remedies, and below each the failures that it explains."""
     what = f"{name if name != '-' else 'standard input'}: {report.lines} lines"
+    if report.no_text * 2 > report.lines:
+        what += f", {report.no_text} of them no text: is this the log, and unpacked?"
     if not report.findings:
         return f"{what}, no known failure in them. On the machine itself, `slipstream doctor` sees more."
     causes = sorted((f for f in report.findings if not f.because), key=lambda f: (f.notice, f.line))

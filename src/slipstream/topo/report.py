@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from slipstream import pasted
 from slipstream.errors import ConfigError
 from slipstream.topo import choose, levels, probe, usable
 from slipstream.topo.graph import Machine, Nic, Port
@@ -32,23 +32,13 @@ def load(files: Sequence[str] | None, root: str | None = None) -> tuple[Machine,
         return probe.live(), []
     readings: list[Reading] = []
     for name in files:
-        raw = _read(name)
+        raw = pasted.whole(name)
         if raw.lstrip().startswith("{"):
             if len(files) > 1:
                 raise ConfigError(f"{name} is a snapshot of a whole machine: give it alone, not together with texts.")
             return _snapshot(name, raw), []
         readings += read_all(raw, name)
     return merge(readings, source=", ".join(Path(name).name for name in files)), readings
-
-
-def _read(name: str) -> str:
-    if name == "-":
-        return sys.stdin.read()
-    try:
-        with open(name, newline="", encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError as error:
-        raise ConfigError(f"cannot read {name}: {error.strerror}.") from error
 
 
 def _snapshot(name: str, raw: str) -> Machine:
@@ -84,7 +74,10 @@ def _headline(machine: Machine) -> str:
     unproven = sum(port.usable == "maybe-roce" for _, port in machine.ports())
     parts = [f"{_many(len(machine.gpus), 'GPU')}"]
     states = f"{active} active, " if any(port.state for _, port in machine.ports()) else ""
-    parts.append(f"{_many(ports, 'RDMA port')} ({states}{good} usable{', GID not shown' if unproven else ''})")
+    if ports or not machine.nics:
+        parts.append(f"{_many(ports, 'RDMA port')} ({states}{good} usable{', GID not shown' if unproven else ''})")
+    if bare := sum(not nic.ports for nic in machine.nics):
+        parts.append(f"{_many(bare, 'NIC')} whose ports are not shown")
     if machine.numa_nodes:
         parts.append(_many(sum(bool(node.cpus) for node in machine.numa_nodes), "NUMA node"))
     if machine.nics_hidden:
