@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import sys
 from array import array
 from pathlib import Path
 from typing import Any
@@ -505,6 +507,33 @@ async def test_a_load_from_the_command_line_is_shown_and_kept_and_compared(tmp_p
     assert both.exit_code == 0, both.output
     drawn = (tmp_path / "curves.svg").read_text()
     assert all(f"<!-- {words} -->" in drawn for words in ("a", "b", "requests/s offered"))
+
+
+async def test_what_was_measured_before_an_interruption_is_kept(tmp_path: Path) -> None:
+    started = asyncio.Event()
+
+    async def slow_at_last(call: Call) -> None:
+        loads.append(call.body.get("temperature") == QUIET)
+        if loads.count(True) > 5:
+            started.set()
+            await asyncio.sleep(60)
+        await well(call)
+
+    loads: list[bool] = []
+    async with fake(slow_at_last) as server:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "slipstream", "bench", "serve", "--url", server.url, "--rate", "50,40",
+            "--requests", "5", "--warmup", "0", "--input", "4", "--output", "2", "--json", str(tmp_path / "x.json"),
+            stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        await asyncio.wait_for(started.wait(), 60)
+        process.send_signal(signal.SIGINT)
+        output, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 130
+    assert "these were not measured: 40" in " ".join(output.decode().split())
+    written = msgspec.json.decode((tmp_path / "x.json").read_bytes(), type=ServeReport)
+    assert [(row.rate, row.ok) for row in written.rates] == [(50.0, 5)]
+    assert len(written.requests) == 5
 
 
 async def test_a_single_rate_is_drawn_as_distributions(tmp_path: Path) -> None:

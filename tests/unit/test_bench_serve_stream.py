@@ -138,6 +138,13 @@ def test_an_answer_that_is_not_whole_is_an_error_of_its_kind(pieces: list[bytes]
     assert fed(*pieces).problem == problem
 
 
+@pytest.mark.parametrize("cut", [1, 7, 1000])
+def test_an_error_in_place_of_a_stream_is_told_in_the_servers_words(cut: int) -> None:
+    body = b'{"error": {"message": "the engine is gone", "code": 500}}'
+    stream = fed(*(body[at : at + cut] for at in range(0, len(body), cut)))
+    assert (stream.problem, "the engine is gone" in stream.detail) == ("no_events", True)
+
+
 def test_a_stream_that_ends_in_order_without_the_word_done_is_whole() -> None:
     assert fed(text("a"), text("b", "stop")).problem == ""
 

@@ -47,6 +47,24 @@ def test_the_seed_machine_is_reported_as_its_notes_describe_it() -> None:
     assert "Handoff: NVLink between all GPUs (NV18): use cuda_ipc" in text
 
 
+def test_a_device_that_no_table_knows_is_of_another_machine() -> None:
+    table = "topo_pd_node_h800class_x8_nic32.txt"
+    assert "not in the topology table" not in told("--from", *paths(*SEED))
+    for stranger in ("ibv_devinfo_dgx1_ib.txt", "rdma_link_host_namespace.txt"):
+        machine, readings = report.load(paths(table, stranger))
+        names = {nic.name for reading in readings for nic in reading.nics or ()}
+        warned = "not-in-table" in {finding.code for finding in machine.warnings}
+        assert warned == any(name.startswith("mlx") and name not in {f"mlx5_{i}" for i in range(32)} for name in names)
+    mixed = told("--from", *paths("topo_a100_x8_nic10_cr.txt", "pd_node_rdma_ports.txt"))
+    assert "mlx5_10, mlx5_11, mlx5_12, mlx5_13, ...: not in the topology table" in mixed
+
+
+def test_nics_without_ports_are_not_counted_as_no_ports() -> None:
+    text = told("--from", *paths("topo_pd_node_h800class_x8_nic32.txt"))
+    assert "8 GPUs, 32 NICs whose ports are not shown" in text
+    assert "0 RDMA ports" not in text
+
+
 def test_the_best_usable_nic_of_the_golden_reading_is_chosen() -> None:
     machine, _ = report.load(paths(*SEED))
     plan = choose.plan(machine)

@@ -30,6 +30,7 @@ def merge(readings: Sequence[Reading], source: str = "") -> Machine:
             notes.warn(finding.code, f"{reading.kind}: {finding.text}")
     matrix = _matrix(readings, notes)
     modules = _modules(readings)
+    _warn_of_strangers(readings, matrix, notes)
     nics = usable.judge_all(_nics(readings, matrix, notes), _surroundings(modules))
     gpus = _gpus(readings, matrix, notes)
     hidden = (matrix.nics_total or 0) - (matrix.nics_shown or 0) if matrix else 0
@@ -54,6 +55,22 @@ def _matrix(readings: Iterable[Reading], notes: Notes) -> Matrix | None:
     if len(found) > 1:
         notes.warn("several-matrices", f"{len(found)} topology tables: the first is used")
     return found[0] if found else None
+
+
+def _warn_of_strangers(readings: Sequence[Reading], matrix: Matrix | None, notes: Notes) -> None:
+    """A table that names all its NICs has every Mellanox device of the machine; one beside it is of another machine,
+    or of another moment. Other makes are not in such tables."""
+    names = {matrix.names.get(label) for label in matrix.nics} if matrix is not None else set()
+    if matrix is None or not names or None in names or matrix.nics_total != matrix.nics_shown:
+        return
+    for reading in readings:
+        strangers = [nic.name for nic in reading.nics or () if nic.name.startswith("mlx") and nic.name not in names]
+        if strangers:
+            listed = ", ".join(sorted(strangers, key=natural)[:4]) + (", ..." if len(strangers) > 4 else "")
+            notes.warn(
+                "not-in-table",
+                f"{reading.kind}: {listed}: not in the topology table; are the texts of one machine and one moment?",
+            )
 
 
 def _modules(readings: Iterable[Reading]) -> dict[str, bool | None]:

@@ -23,6 +23,7 @@ from slipstream.bench.serve.session import Session, Settings
 from slipstream.bench.serve.work import MIXES, Conversations, Range, Ranges, Trace, Work
 from slipstream.errors import ConfigError
 
+INTERRUPTED = 130  # exit code of what Ctrl-C has ended
 WORKLOADS = ("random", *MIXES)
 
 
@@ -126,6 +127,7 @@ def command(files: tuple[Path, ...], url: str, **options) -> None:
     plot_path, json_path = options.pop("plot_path"), options.pop("json_path")
     if plot_path:
         check_path(plot_path)
+    whole = True
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     if files:
         if url:
@@ -135,23 +137,34 @@ def command(files: tuple[Path, ...], url: str, **options) -> None:
     else:
         if not url:
             raise ConfigError("--url is missing: the server to load, such as http://127.0.0.1:8000.")
-        found = [measure(url, options, console)]
+        report, whole = measure(url, options, console)
+        found = [report]
     if json_path and not files:
         json_path.parent.mkdir(parents=True, exist_ok=True)
         write_json(found[0], json_path)
     if plot_path:
         reports.plot(found, plot_path)
+    if not whole:
+        raise SystemExit(INTERRUPTED)
     if not files and not any(row.ok for row in found[0].rates):
         raise SystemExit(1)
 
 
-def measure(url: str, options: dict, console: Console) -> reports.ServeReport:
-    """Runs all loads that the options ask for; prints each as it ends and all at the end."""
+def measure(url: str, options: dict, console: Console) -> tuple[reports.ServeReport, bool]:
+    """Runs all loads that the options ask for; prints each as it ends and all at the end.
+
+    Ctrl-C ends it with what was measured by then, and with False.
+    """
     session = Session(settings_of(url, options), lambda text: console.print(text))
     with progress_bar(Console(stderr=True)) as show:
-        report = run(session.run(show))
+        try:
+            report, whole = run(session.run(show)), True
+        except KeyboardInterrupt:
+            report, whole = session.interrupted(), False
+    if report is None:
+        raise click.Abort
     reports.print_report(report, console)
-    return report
+    return report, whole
 
 
 def run(work):

@@ -59,6 +59,7 @@ class Session:
         self._settings = settings
         self._say = say
         self._runs = 0
+        self.report: ServeReport | None = None  # grows by one rate after the other
 
     async def run(self, show: Show) -> ServeReport:
         settings = self._settings
@@ -68,7 +69,7 @@ class Session:
             target = await discover(client, settings.url, model=settings.model, api=settings.api, usage=settings.usage)
             if isinstance(settings.work, Conversations):
                 await self._measure_characters(client, target, settings.work)
-            report = self._report(target)
+            self.report = report = self._report(target)
             self._say(f"{target.model} at {target.url}{target.endpoint}: {self._settings.work.describe()}")
             for rate in settings.rates:
                 row = await self._rate(client, target, rate, report, show)
@@ -76,6 +77,17 @@ class Session:
                 self._say(_line(row))
         finally:
             client.close()
+        return report
+
+    def interrupted(self) -> ServeReport | None:
+        """What there is when `run` was ended from outside: the rates that were whole by then; None without any."""
+        report = self.report
+        if report is None or not report.rates:
+            return None
+        whole = {row.rate for row in report.rates}
+        report.requests = [row for row in report.requests if row.rate in whole]
+        missing = ", ".join(f"{rate:g}" for rate in self._settings.rates[len(report.rates) :])
+        report.notes.append(f"it was interrupted: these were not measured: {missing}")
         return report
 
     async def _measure_characters(self, client: Client, target: Target, work: Conversations) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 MOST_ERROR_BYTES = 1 << 16
+MOST_SHOWN = 1 << 10  # bytes of a body of status 200 that are kept until its first token, in case it holds none
 
 
 class Delta(msgspec.Struct):
@@ -90,6 +91,8 @@ class Stream:
         if self.status != 200:
             self._body = (self._body + data)[:MOST_ERROR_BYTES]
             return
+        if not self.times and len(self._body) < MOST_SHOWN:
+            self._body += data[:MOST_SHOWN]
         data = self._tail + data if self._tail else data
         *lines, self._tail = data.split(b"\n")
         for line in lines:
@@ -112,7 +115,8 @@ class Stream:
         elif self.problem:
             return
         elif not self.finish and not self.times and not self.done:
-            self.fail("no_events", "the answer of status 200 held no events: is it a stream at all?")
+            said = message_of(self._body).strip()
+            self.fail("no_events", f"the answer of status 200 held no events{f', but: {said}' if said else ''}")
         elif not self.finish:
             self.fail("cut", "the stream ended without a finish_reason")
         elif not self.times:

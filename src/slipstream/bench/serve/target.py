@@ -20,7 +20,8 @@ from slipstream.errors import ConfigError, SetupError
 
 Api = Literal["completions", "chat"]
 UsageWay = Literal["none", "final", "every"]
-PROBE_S = 120.0
+NAME_S = 15.0  # for the list of models, which costs a server nothing
+PROBE_S = 120.0  # for a first answer, before which a server may compile
 FULL_IDS, BYTE_IDS = (1000, 30000), (10, 250)  # plain tokens of large vocabularies, and of byte tokenizers
 
 
@@ -104,7 +105,7 @@ async def discover(
 
 async def _named(client: Client, target: Target) -> Target:
     """With the server's model; with one that was named, only its context if the server tells."""
-    status, body = await client.get(f"{target.path}/models", PROBE_S)
+    status, body = await client.get(f"{target.path}/models", NAME_S)
     if status == 0:
         raise NoServer(f"nothing answers at {target.url}: {body.decode(errors='replace')}")
     try:
