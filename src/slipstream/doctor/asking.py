@@ -50,6 +50,8 @@ def get(url: str, path: str, api_key: str = "", timeout_s: float = ANSWER_S) -> 
     if thread.is_alive():
         visit.sever()
         raise _unreachable(url, f"no whole answer within {timeout_s:g} s")
+    if visit.strange:
+        raise Unreachable(f"what answers at {url} is no slipstream: {visit.problem}")
     if visit.problem:
         raise _unreachable(url, visit.problem)
     return visit.status, visit.body
@@ -59,6 +61,10 @@ def _unreachable(url: str, why: str) -> Unreachable:
     return Unreachable(f"nothing answers at {url}: {why}. Is `slipstream serve` running there?")
 
 
+class _TooLong(OSError):
+    """An answer of more than MOST_BYTES."""
+
+
 class _Visit:
     """One request on a thread of its own, since name resolution knows no time limit and a socket's is for each read."""
 
@@ -66,6 +72,7 @@ class _Visit:
         parts = urlsplit(base_url(url))
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self.status, self.body, self.problem = 0, b"", ""
+        self.strange = False  # there was an answer, but none that slipstream gives
         self._connection = kind(parts.hostname or "", parts.port, timeout=timeout_s)
         self._path = path
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -78,19 +85,22 @@ class _Visit:
             self.body = self._read(answer)
             self.status = answer.status
         except (OSError, http.client.HTTPException, ValueError) as error:
+            self.strange = isinstance(error, (ValueError, _TooLong, http.client.HTTPException)) and not isinstance(
+                error, http.client.RemoteDisconnected
+            )
             self.problem = _printable(getattr(error, "strerror", None) or str(error)) or type(error).__name__
         finally:
             self._connection.close()
 
     def _read(self, answer: http.client.HTTPResponse) -> bytes:
-        """Raises OSError when it is too long, or takes too long."""
+        """Raises OSError when it is too long, cut, or takes too long."""
         pieces: list[bytes] = []
         size = 0
         while piece := answer.read1(_PIECE):
             pieces.append(piece)
             size += len(piece)
             if size > MOST_BYTES:
-                raise OSError(f"what answers there sends more than {MOST_BYTES >> 20} MiB")
+                raise _TooLong(f"it sends more than {MOST_BYTES >> 20} MiB")
             if time.monotonic() > self._until:
                 raise TimeoutError("timed out")
         if answer.length:
