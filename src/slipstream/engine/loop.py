@@ -144,11 +144,12 @@ class EngineLoop:
             self.core.answer_offers()
         while plan and len(self._under_way) < self._runner.depth:
             step = self.core.schedule()
+            if step is not None:
+                self._under_way.append(step)
+                self._planned.put(step)  # the loop thread wakes while we deliver
             self._deliver(self.core.take_effects())
             if step is None:
                 return
-            self._under_way.append(step)
-            self._planned.put(step)
             self._receive()
         self._deliver(self.core.take_effects())
 
