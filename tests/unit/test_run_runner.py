@@ -159,3 +159,27 @@ def test_a_probe_computes_whatever_the_row_of_the_failed_step_held(runner: Runne
     for _ in range(2):
         assert runner.execute(probe_plan(plan)).token_ids[0] >= 0
         runner.execute(plan)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "fp8"])
+def test_what_failed_sequences_leave_in_pages_reaches_nobody(folder: Path, kv_dtype: str):
+    def answers(left: float) -> list[list[int]]:
+        model = load_model(folder)
+        layout = model.config.layout(8, kv_dtype)
+        memory = torch.empty(64 * layout.page_bytes, dtype=torch.uint8)
+        memory.view(torch.float32).fill_(left)
+        memory[: layout.page_bytes] = 0  # the scratch page, which no sequence has
+        runner, tables = Runner(model, layout, memory, 8), shuffled_tables(3, 8, 64)
+        lengths, found = [5, 16, 19], []
+        fed = [prompt(length) for length in lengths]
+        rows = [new_row(row) for row in range(3)]
+        for step in range(12):  # decoding sequences of different lengths are computed together
+            pages = [table[: -(-length // 8)] for table, length in zip(tables, lengths, strict=True)]
+            parts = [(row, fed[row], lengths[row] - len(fed[row]), pages[row]) for row in range(3)]
+            found.append(runner.execute(make_plan(parts, new_rows=[] if step else rows)).token_ids.tolist())
+            fed, lengths = [[token] for token in found[-1]], [length + 1 for length in lengths]
+        return found
+
+    wanted = answers(0.0)
+    assert min(map(min, wanted)) >= 0
+    assert answers(float("nan")) == wanted

@@ -65,6 +65,11 @@ class PagedPool:
         self._scales[at] = scales
         return dequantize(codes, scales, numbers.dtype)
 
+    def clear(self, pages: NDArray[np.int64]) -> None:
+        """Zeroes whole pages, so that nothing that is not finite lies behind the tokens that are written next."""
+        if len(pages):
+            self.values.view(self.pages, -1).index_fill_(0, self.tensor(pages), 0)
+
     def gather(self, blocks: Tensor) -> Tensor:
         """The blocks as rows of one tensor [n, tokens * dim], valid until the next call: fresh memory would cost more
         than the copy."""
@@ -127,6 +132,7 @@ class StepAttention:
         rows = pool.key_blocks(pages) * layout.page_tokens + (plan.positions % layout.page_tokens)[:, None]
         block = layout.page_tokens
         layers = np.arange(layout.layers)[:, None] * (2 * block)
+        pool.clear(_begun(pages, plan.positions % block, block))
         self._key_rows = pool.tensor(rows.reshape(1, -1) + layers).unbind(0)
         self._value_rows = pool.tensor(rows.reshape(1, -1) + layers + block).unbind(0)
         self._groups = [self._group(plan, part) for part in self._grouped(plan, np.flatnonzero(new == 1))]
@@ -227,3 +233,13 @@ class StepAttention:
             enable_gqa=True,
         )
         return out[0].transpose(0, 1).reshape(query.shape[0], -1)
+
+
+def _begun(pages: NDArray[np.int64], slots: NDArray[np.int64], page_tokens: int) -> NDArray[np.int64]:
+    """Of the pages that tokens are written to, in their slots, those that get their first token and not their last.
+
+    Sequences of different lengths are computed together under a mask, and a number that is not finite, which a sequence
+    that has failed may have left behind, would reach those it is hidden from.
+    """
+    first = pages[slots == 0]
+    return np.setdiff1d(first, pages[slots == page_tokens - 1]) if len(first) else first
