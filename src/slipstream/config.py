@@ -102,6 +102,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "is 512 on a GPU and `chunk_tokens` on a CPU.",
         ),
     ] = 0
+    prompt_graphs: Annotated[
+        bool,
+        Meta(
+            description="Experimental, off until measured: steps of up to 2048 tokens that hold pieces of prompts run "
+            "as CUDA graphs with attention between them, for less work of the host."
+        ),
+    ] = False
     prefix_cache: Annotated[bool, Meta(description="Keep finished prefixes for reuse until the room is needed.")] = True
     max_waiting: Annotated[
         int, Meta(ge=1, description="Requests that may wait at one worker; more are refused with 429.")

@@ -203,6 +203,37 @@ def check_fp8_gathered(device: torch.device, dtype: torch.dtype) -> None:
     check_prefill_gathered(device, dtype, fp8=True)
 
 
+def check_step(device: torch.device, dtype: torch.dtype, *, fp8: bool = False) -> None:
+    """Attention of whole steps, layer by layer; later layers and steps repeat the launches of the first."""
+    for changes in ({"head_dim": 64}, {"head_dim": 128, "qk_norm": True, "heads": 4, "kv_heads": 4}):
+        both = Twins(random_model(config(**changes), device, dtype), fp8=fp8)
+        shape, tables = both.model.config, shuffled_tables(5, 12, 64)
+        for decodes, chunks in ((2, [33, 1, 40]), (2, []), (0, [70, 9])):
+            parts = [(row, [5], 40 + row, tables[row]) for row in range(decodes)]
+            parts += [(row, [5] * count, 20 * row, tables[row]) for row, count in enumerate(chunks, decodes)]
+            plan = make_plan(parts)
+            step, tokens = MixedInputs(16, device).fill(plan), len(plan.token_ids)
+            qkv = both.noise(tokens, (shape.heads + 2 * shape.kv_heads) * shape.head_dim)
+            outs = [qkv.new_full((tokens, shape.heads * shape.head_dim), 1e4) for _ in range(2)]
+            given = [qkv.clone(), qkv.clone()]
+            calls = [
+                ops.step_attention(part, out, step)
+                for ops, part, out in zip((both.kernels, both.twins), given, outs, strict=True)
+            ]
+            for layer in both.model.layers:
+                for part, call in zip(given, calls, strict=True):
+                    part.copy_(qkv)
+                    call(layer)
+                both.compare(*outs, limit=1e-2 if fp8 and dtype != torch.bfloat16 else None)
+            for index in range(shape.layers):
+                both.compare(both.pools[0].layer(index), both.pools[1].layer(index), limit=0.13 if fp8 else None)
+        assert bool(both.kernels.known) == (device.type == "cuda")
+
+
+def check_step_fp8(device: torch.device, dtype: torch.dtype) -> None:
+    check_step(device, dtype, fp8=True)
+
+
 CHECKS: dict[str, Callable[[torch.device, torch.dtype], None]] = {
     "small": check_small,
     "products": check_products,
@@ -214,4 +245,6 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], None]] = {
     "prefill_gathered": check_prefill_gathered,
     "fp8": check_fp8,
     "fp8_gathered": check_fp8_gathered,
+    "step": check_step,
+    "step_fp8": check_step_fp8,
 }

@@ -34,6 +34,8 @@ print("equal")
         "prefill_gathered",
         "fp8",
         "fp8_gathered",
+        "step",
+        "step_fp8",
     ],
 )
 def test_a_kernel_computes_what_its_twin_does(check: str, dtype: str):

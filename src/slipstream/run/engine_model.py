@@ -83,17 +83,29 @@ class OpenedModel:
             return pool_pages(self.engine, self.layout, self.device)
         return pool_pages(self.engine, self.layout, self.device, self._step_bytes())
 
+    @property
+    def prompt_rows(self) -> int:
+        """Tokens of the largest step that runs as prompt graphs; 0 without these."""
+        from slipstream.run.cuda.pieces import MOST_ROWS
+
+        most = self.engine.chunk_tokens + self.engine.max_sequences
+        return min(MOST_ROWS, most) if self.engine.prompt_graphs else 0
+
     def _step_bytes(self) -> int:
-        """What the largest step takes beside weights and pool: tried where one rank alone can run it, else reckoned."""
+        """What the largest step takes beside weights and pool: tried where one rank alone can run it, else reckoned;
+        and what prompt graphs take."""
         from slipstream.run.cuda.memory import dry_run, step_bytes
+        from slipstream.run.cuda.pieces import piece_bytes
         from slipstream.run.cuda.runner import why_not
 
         engine, sequences = self.engine, self.engine.max_sequences
         tokens = max(engine.chunk_tokens, sequences + engine.page_tokens)
+        item_bytes = self.placement.dtype.itemsize
+        graphs = piece_bytes(self.model.config, item_bytes, self.prompt_rows) if engine.prompt_graphs else 0
         if engine.kv_tokens or engine.tp > 1 or why_not(self.model, self.layout):
-            return step_bytes(self.model.config, self.placement.dtype.itemsize, tokens, sequences)
+            return graphs + step_bytes(self.model.config, item_bytes, tokens, sequences)
         context = engine.max_model_len or self.config.max_position
-        return dry_run(self.model, self.layout, tokens, sequences, context)
+        return graphs + dry_run(self.model, self.layout, tokens, sequences, context)
 
     @property
     def head_ranges(self) -> list[HeadRange]:
@@ -163,11 +175,21 @@ class OpenedModel:
                 reason = "attention backend 'torch' was asked for"
             if not reason:
                 max_pages = self.layout.pages_for(self.max_model_len(memory.numel() // self.layout.page_bytes))
-                runner = CudaRunner(self.model, self.layout, memory, max_sequences, max_pages)
+                runner = CudaRunner(
+                    self.model,
+                    self.layout,
+                    memory,
+                    max_sequences,
+                    max_pages,
+                    prompt_graphs=self.engine.prompt_graphs,
+                    prompt_rows=self.prompt_rows,
+                )
                 runner.settle(wanted)
                 runner.warm_up(max_pages)
                 return runner
             logger.warning("steps run in plain torch, many times slower than with kernels: %s", reason)
+        if self.engine.prompt_graphs:
+            logger.warning("prompt_graphs has no effect here: only steps of kernels on a GPU run as graphs")
         return Runner(self.model, self.layout, memory, max_sequences, threads=self.placement.threads)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.model.layers import Linear
+from slipstream.run.cuda.launches import Call
 
 MOST_ROWS = 64  # of `FewRows`
 LEAST_ROOM = 16  # rows that the kernel is compiled for at least: 8 are hardly faster, and one more to compile
@@ -120,34 +121,23 @@ def prompt_shape(dim: int) -> tuple[int, int]:
     return (128, 2) if dim == 128 else (128, 4)
 
 
-def attend_prompts(
+def attend_call(
     kernel: Any,
     qkv: Tensor,
-    laid: tuple[Any, Any],
+    laid: tuple[Any, ...],
     out: Tensor,
-    columns: tuple[Tensor, Tensor, Tensor],
-    total: int,
+    columns: tuple[Any, ...],
     longest: int,
-    scale: float,
-    *,
-    heads: int,
-    group: int,
     dim: int,
+    shape: dict[str, int],
     stages: int,
-) -> Tensor:
-    """Attention of chunks over laid-out keys and values (descriptors); columns: query_start, lengths, starts."""
-    sequences = columns[1].shape[0]
-    kernel[(heads, -(-longest // PROMPT_ROWS), sequences)](
-        describe(qkv, [GROUP_ROWS, dim]),
-        *laid,
-        out,
-        *columns,
-        total,
-        scale,
-        HEADS=heads,
-        GROUP=group,
-        STAGES=stages,
-        num_warps=4,
-        maxnreg=PROMPT_REGISTERS,
+) -> Call:
+    """Attention of chunks of up to `longest` new tokens over laid-out keys and values (descriptors); columns:
+    query_start, lengths, starts, rows laid out, scale; shape: HEADS and GROUP."""
+    return Call(
+        kernel,
+        (shape["HEADS"], -(-longest // PROMPT_ROWS), columns[1].shape[0]),
+        (describe(qkv, [GROUP_ROWS, dim]), *laid, out, *columns),
+        {**shape, "STAGES": stages},
+        {"num_warps": 4, "maxnreg": PROMPT_REGISTERS},
     )
-    return out

@@ -119,7 +119,7 @@ class HostChunks:
 class MixedColumns:
     """A step of `decodes` sequences with one new token each, first, and of chunks of prompts behind them."""
 
-    token_ids: Tensor  # [tokens]
+    token_ids: Tensor  # [tokens], or more: zeros behind them
     decode: DecodeColumns | None
     positions: Tensor  # [chunk tokens]
     pages: Tensor  # [chunk tokens] where each token's keys and values go
@@ -142,7 +142,8 @@ class MixedInputs:
         self.page_tokens, self.device = page_tokens, device
         self._staged = StagedInts(1 << 12, device)
 
-    def fill(self, plan: StepPlan) -> MixedColumns:
+    def fill(self, plan: StepPlan, room: int = 0) -> MixedColumns:
+        """Sends a plan; to its token ids, and to nothing else, zeros are added up to `room` of them."""
         counts = np.diff(plan.query_start)
         decodes = int(np.argmax(counts > 1)) if (counts > 1).any() else len(counts)
         chunk_counts = counts[decodes:]
@@ -152,7 +153,7 @@ class MixedInputs:
         contexts = plan.context_lens[decodes:]
         ends = np.cumsum(-(-contexts // ROW_BLOCK) * ROW_BLOCK)
         columns: list[IntArray] = [
-            plan.token_ids,
+            np.concatenate([plan.token_ids, np.zeros(max(0, room - len(plan.token_ids)), dtype=np.int64)]),
             np.array([width]),
             plan.context_lens[:decodes],
             plan.block_tables[:decodes].reshape(-1),

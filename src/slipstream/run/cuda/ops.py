@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from slipstream.model.llama import DecoderLayer
 from slipstream.run.attention import PagedPool
 from slipstream.run.cuda import hopper
 from slipstream.run.cuda.inputs import ROW_BLOCK, DecodeColumns, MixedColumns
+from slipstream.run.cuda.launches import Call, Prepared, Tensors, current_stream
 from slipstream.run.quantize import CODE
 
 LOG2E = math.log2(math.e)
@@ -25,6 +27,7 @@ DECODE_PROGRAMS = 512  # measured on an H200: more splits than fill the chip so 
 MOST_SPLITS = 64
 LAID_OUT_BYTES = 512 << 20  # keys and values of one layer that prefill attention may lay out; more stay in their pages
 HEAD_DIMS = (32, 64, 128, 256)
+WHOLE, KEYS, NOTHING = range(3)  # of the tensors of a layer: gains of queries and keys, and keys; the last; none
 
 
 class Ops(Protocol):
@@ -50,6 +53,10 @@ class Ops(Protocol):
 
     def prefill_attention(self, layer: DecoderLayer, qkv: Tensor, out: Tensor, step: MixedColumns) -> Tensor:
         """Likewise for chunks of prompts."""
+        ...
+
+    def step_attention(self, qkv: Tensor, out: Tensor, step: MixedColumns) -> Callable[[DecoderLayer], None]:
+        """Both, for all tokens of a step, to be called once for each layer: qkv and out stay in their places."""
         ...
 
 
@@ -122,6 +129,9 @@ class TritonOps:
         self._scale = LOG2E / math.sqrt(layout.head_dim)
         self._group = config.heads // config.kv_heads
         room = max(size * config.heads * decode_shape(size * layout.kv_heads)[0] for size in range(1, rows + 1))
+        self._norm_eps = config.norm_eps if config.qk_norm else 0.0
+        self._of_layers: dict[int, tuple[Tensors, Tensors, Tensors]] = {}
+        self.known: dict[Any, Any] = {}  # compiled kernels, of `Prepared`
         self._partial = torch.empty(room * layout.head_dim, dtype=torch.float32, device=device)
         self._weights = torch.empty(room, dtype=torch.float32, device=device)
         self._arrived = torch.zeros(rows * layout.kv_heads, dtype=torch.int32, device=device)
@@ -210,163 +220,139 @@ class TritonOps:
 
     # ------------------------------------------------------------------------------------------------------ attention
 
-    def _gains(self, layer: DecoderLayer) -> tuple[Tensor, Tensor, float, bool]:
-        if layer.query_norm is None or layer.key_norm is None:
-            return self.rotary.cos, self.rotary.cos, 0.0, False
-        return layer.query_norm.weight, layer.key_norm.weight, layer.query_norm.eps, True
-
-    def _keys(self, layer: DecoderLayer) -> Tensor:
-        return self._numbers[layer.index * self._layer_stride :]
+    def _of_layer(self, layer: DecoderLayer) -> tuple[Tensors, Tensors, Tensors]:
+        """What kernels get of a layer: the gains of queries and keys (anything where it has none) with the pool from
+        its first key on; the last alone; nothing."""
+        if layer.index not in self._of_layers:
+            keys = self._numbers[layer.index * self._layer_stride :]
+            gains = self.rotary.cos, self.rotary.cos
+            if layer.query_norm is not None and layer.key_norm is not None:
+                gains = layer.query_norm.weight, layer.key_norm.weight
+            self._of_layers[layer.index] = Tensors.of(*gains, keys), Tensors.of(keys), Tensors.of()
+        return self._of_layers[layer.index]
 
     def decode_attention(self, layer: DecoderLayer, qkv: Tensor, out: Tensor, step: DecodeColumns) -> Tensor:
-        layout, sequences = self.pool.layout, qkv.shape[0]
-        splits, tile, warps, stages = decode_shape(sequences * layout.kv_heads)
-        query_gain, key_gain, eps, normed = self._gains(layer)
-        self.modules["attention"].decode_attention[(sequences, layout.kv_heads, splits)](
-            qkv,
-            query_gain,
-            key_gain,
-            out,
-            self._partial,
-            self._weights,
-            self._arrived,
-            self._keys(layer),
-            self.rotary.cos,
-            self.rotary.sin,
-            step.lengths,
-            step.tables,
-            step.width_at,
-            self._scale,
-            eps,
-            self._page_stride,
-            self._head_stride,
-            splits,
-            HEADS=self.config.heads,
-            GROUP=self._group,
-            ROWS=max(16, power_of_two(self._group)),
-            HALF=layout.head_dim // 2,
-            **self._pages,
-            TILE=tile,
-            SPLIT=splits > 1,
-            PLACES=8 if splits <= 8 else MOST_SPLITS,
-            MEMBERS=power_of_two(self._group),
-            QK_NORM=normed,
-            PRECISION=self._precision,
-            num_warps=warps,
-            num_stages=stages,
-            **self._pdl,
-        )
+        self._decode_call(self._of_layer(layer)[WHOLE], qkv, out, step).launch()
         return out
 
     def prefill_attention(self, layer: DecoderLayer, qkv: Tensor, out: Tensor, step: MixedColumns) -> Tensor:
-        layout, heads = self.pool.layout, self.config.heads
-        query_gain, key_gain, eps, normed = self._gains(layer)
-        keys = self._keys(layer)
-        self.modules["attention"].rotate_and_write[(qkv.shape[0],)](
-            qkv,
-            query_gain,
-            key_gain,
-            keys,
-            self.rotary.cos,
-            self.rotary.sin,
-            step.positions,
-            step.pages,
-            eps,
-            self._page_stride,
-            self._head_stride,
-            HEADS=heads,
-            KV_HEADS=layout.kv_heads,
-            PLACES=power_of_two(heads),
-            KV_PLACES=power_of_two(layout.kv_heads),
-            HALF=layout.head_dim // 2,
-            **self._pages,
-            QK_NORM=normed,
-            num_warps=4,
-        )
+        of_layer = self._of_layer(layer)[WHOLE]
+        self._rotate_call(of_layer, qkv, step).launch()
         if self.prompts is not None:
             return self.prompts(layer.index, qkv, out, step)
-        if self._gathers and step.laid_out <= self._room_laid_out:
-            return self._attend_gathered(keys, qkv, out, step)
-        return self._attend_paged(keys, qkv, out, step)
-
-    def _attend_paged(self, keys: Tensor, qkv: Tensor, out: Tensor, step: MixedColumns) -> Tensor:
-        layout, heads = self.pool.layout, self.config.heads
-        rows, tile, warps, stages = self.paged_shape(layout.head_dim, self.pool.dtype)
-        self.modules["attention"].prefill_attention[(-(-step.longest // rows), heads, step.lengths.shape[0])](
-            qkv,
-            out,
-            keys,
-            step.query_start,
-            step.lengths,
-            step.tables,
-            step.width,
-            self._scale,
-            self._page_stride,
-            self._head_stride,
-            HEADS=heads,
-            GROUP=self._group,
-            DIM=layout.head_dim,
-            **self._pages,
-            ROWS=rows,
-            TILE=tile,
-            PRECISION=self._precision,
-            num_warps=warps,
-            num_stages=stages,
-        )
+        for call, _ in self._prompt_calls(of_layer, qkv, out, step):
+            call.launch()
         return out
 
-    def _attend_gathered(self, keys: Tensor, qkv: Tensor, out: Tensor, step: MixedColumns) -> Tensor:
+    def step_attention(self, qkv: Tensor, out: Tensor, step: MixedColumns) -> Callable[[DecoderLayer], None]:
+        return _StepCalls(self, qkv, out, step)
+
+    def _decode_call(self, of_layer: Tensors, qkv: Tensor, out: Tensor, step: DecodeColumns) -> Call:
+        layout, sequences = self.pool.layout, qkv.shape[0]
+        splits, tile, warps, stages = decode_shape(sequences * layout.kv_heads)
+        query_gain, key_gain, keys = of_layer.tensors
+        columns = step.lengths, step.tables, step.width_at
+        sizes = self._scale, self._norm_eps, self._page_stride, self._head_stride, splits
+        scratch = self._partial, self._weights, self._arrived
+        return Call(
+            self.modules["attention"].decode_attention,
+            (sequences, layout.kv_heads, splits),
+            (qkv, query_gain, key_gain, out, *scratch, keys, self.rotary.cos, self.rotary.sin, *columns, *sizes),
+            {
+                "HEADS": self.config.heads,
+                "GROUP": self._group,
+                "ROWS": max(16, power_of_two(self._group)),
+                "HALF": layout.head_dim // 2,
+                **self._pages,
+                "TILE": tile,
+                "SPLIT": splits > 1,
+                "PLACES": 8 if splits <= 8 else MOST_SPLITS,
+                "MEMBERS": power_of_two(self._group),
+                "QK_NORM": self.config.qk_norm,
+                "PRECISION": self._precision,
+                "PDL": self._pdl["PDL"],
+            },
+            {"num_warps": warps, "num_stages": stages, **({"launch_pdl": True} if self._pdl["PDL"] else {})},
+        )
+
+    def _rotate_call(self, of_layer: Tensors, qkv: Tensor, step: MixedColumns) -> Call:
+        layout, heads = self.pool.layout, self.config.heads
+        columns = self.rotary.cos, self.rotary.sin, step.positions, step.pages
+        return Call(
+            self.modules["attention"].rotate_and_write,
+            (qkv.shape[0], 1, 1),
+            (qkv, *of_layer.tensors, *columns, self._norm_eps, self._page_stride, self._head_stride),
+            {
+                "HEADS": heads,
+                "KV_HEADS": layout.kv_heads,
+                "PLACES": power_of_two(heads),
+                "KV_PLACES": power_of_two(layout.kv_heads),
+                "HALF": layout.head_dim // 2,
+                **self._pages,
+                "QK_NORM": self.config.qk_norm,
+            },
+            {"num_warps": 4},
+        )
+
+    def _prompt_calls(
+        self, of_layer: Tensors, qkv: Tensor, out: Tensor, step: MixedColumns
+    ) -> list[tuple[Call, tuple[int, ...]]]:
+        """Attention behind `rotate_and_write`: calls, and where in each the layer's first key is."""
+        keys = of_layer.tensors[2]
+        if self._gathers and step.laid_out <= self._room_laid_out:
+            gather, attend = self._gathered_calls(keys, qkv, out, step)
+            return [(gather, (0,)), (attend, ())]
+        return [(self._paged_call(keys, qkv, out, step), (2,))]
+
+    def _paged_call(self, keys: Tensor, qkv: Tensor, out: Tensor, step: MixedColumns) -> Call:
+        layout, heads = self.pool.layout, self.config.heads
+        rows, tile, warps, stages = self.paged_shape(layout.head_dim, self.pool.dtype)
+        columns = step.query_start, step.lengths, step.tables
+        return Call(
+            self.modules["attention"].prefill_attention,
+            (-(-step.longest // rows), heads, step.lengths.shape[0]),
+            (qkv, out, keys, *columns, step.width, self._scale, self._page_stride, self._head_stride),
+            {
+                "HEADS": heads,
+                "GROUP": self._group,
+                "DIM": layout.head_dim,
+                **self._pages,
+                "ROWS": rows,
+                "TILE": tile,
+                "PRECISION": self._precision,
+            },
+            {"num_warps": warps, "num_stages": stages},
+        )
+
+    def _gathered_calls(self, keys: Tensor, qkv: Tensor, out: Tensor, step: MixedColumns) -> tuple[Call, Call]:
         """Lays the sequences out first: a few microseconds that the tensor copy engine's speed is worth many times."""
         layout, heads, chunks = self.pool.layout, self.config.heads, step.lengths.shape[0]
         rows, tile, warps, stages = self.gathered_shape()
         if self._hopper:
             tile, stages = self.prompt_shape(layout.head_dim)
         laid, descriptors = self._laid_out(step.laid_out, tile)
-        self.modules["attention"].gather_pages[(-(-step.longest_context // ROW_BLOCK), layout.kv_heads, chunks)](
-            keys,
-            *laid,
-            step.starts,
-            step.lengths,
-            step.tables,
-            step.width,
-            step.laid_out,
-            self._page_stride,
-            self._head_stride,
-            DIM=layout.head_dim,
-            **self._pages,
-            TILE=ROW_BLOCK,
-            num_warps=8,
+        places = step.starts, step.lengths, step.tables, step.width, step.laid_out
+        gather = Call(
+            self.modules["attention"].gather_pages,
+            (-(-step.longest_context // ROW_BLOCK), layout.kv_heads, chunks),
+            (keys, *laid, *places, self._page_stride, self._head_stride),
+            {"DIM": layout.head_dim, **self._pages, "TILE": ROW_BLOCK},
+            {"num_warps": 8},
         )
-        columns = step.query_start, step.lengths, step.starts
+        columns = step.query_start, step.lengths, step.starts, step.laid_out, self._scale
+        shape = {"HEADS": heads, "GROUP": self._group}
         if self._hopper:
-            shape = {"heads": heads, "group": self._group, "dim": layout.head_dim, "stages": stages}
-            return hopper.attend_prompts(
-                self.modules["hopper"].attend,
-                qkv,
-                descriptors,
-                out,
-                columns,
-                step.laid_out,
-                step.longest,
-                self._scale,
-                **shape,
-            )
-        self.modules["attention"].prefill_gathered[(-(-step.longest // rows), heads, chunks)](
-            qkv,
-            out,
-            *descriptors,
-            *columns,
-            step.laid_out,
-            self._scale,
-            HEADS=heads,
-            GROUP=self._group,
-            DIM=layout.head_dim,
-            ROWS=rows,
-            TILE=tile,
-            num_warps=warps,
-            num_stages=stages,
+            kernel = self.modules["hopper"].attend
+            longest, dim = step.longest, layout.head_dim
+            return gather, hopper.attend_call(kernel, qkv, descriptors, out, columns, longest, dim, shape, stages)
+        attend = Call(
+            self.modules["attention"].prefill_gathered,
+            (-(-step.longest // rows), heads, chunks),
+            (qkv, out, *descriptors, *columns),
+            {**shape, "DIM": layout.head_dim, "ROWS": rows, "TILE": tile},
+            {"num_warps": warps, "num_stages": stages},
         )
-        return out
+        return gather, attend
 
     def _laid_out(self, total: int, tile: int) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:
         """Room for keys and values [KV heads * total, dim] each, and their descriptors; the same for all layers."""
@@ -378,6 +364,41 @@ class TritonOps:
             descriptors = tuple(describe(one, [tile, dim]) for one in both)
             self._laid = (total, tile), (both[0], both[1]), descriptors
         return self._laid[1], self._laid[2]
+
+
+class _StepCalls:
+    """`Ops.step_attention`: the calls of a step are made ready with its first layer, and repeated for the others."""
+
+    def __init__(self, ops: TritonOps, qkv: Tensor, out: Tensor, step: MixedColumns) -> None:
+        self._ops, self._qkv, self._out, self._step = ops, qkv, out, step
+        self._calls: list[tuple[Prepared, int]] | None = None
+
+    def __call__(self, layer: DecoderLayer) -> None:
+        of_layer = self._ops._of_layer(layer)
+        if self._calls is None:
+            self._calls = self._prepared(of_layer[WHOLE])
+        for call, part in self._calls:
+            call(of_layer[part])
+        if self._step.longest and self._ops.prompts is not None:
+            decodes = self._step.decodes
+            self._ops.prompts(layer.index, self._qkv[decodes:], self._out[decodes:], self._step)
+
+    def _prepared(self, first: Tensors) -> list[tuple[Prepared, int]]:
+        """Calls in order, each with what of a layer's tensors it takes."""
+        ops, step, decodes = self._ops, self._step, self._step.decodes
+        stream = current_stream(ops.pool.device)
+        found: list[tuple[Prepared, int]] = []
+        if step.decode is not None:
+            call = ops._decode_call(first, self._qkv[:decodes], self._out[:decodes], step.decode)
+            found.append((Prepared(call, (1, 2, 7), ops.known, stream), WHOLE))
+        if step.longest:
+            qkv, out = self._qkv[decodes:], self._out[decodes:]
+            call = ops._rotate_call(first, qkv, step)
+            found.append((Prepared(call, (1, 2, 3), ops.known, stream), WHOLE))
+            calls = [] if ops.prompts is not None else ops._prompt_calls(first, qkv, out, step)
+            for call, places in calls:
+                found.append((Prepared(call, places, ops.known, stream), KEYS if places else NOTHING))
+        return found
 
 
 def _describe(tensor: Tensor, block: list[int]) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -54,14 +54,14 @@ def compiling(ops: TritonOps) -> Iterator[None]:
         ops.modules = kept
 
 
-def compile_ahead(ops: TritonOps, model: Llama, sizes: list[int]) -> None:
-    """For decode steps of these numbers of sequences, and for prompts."""
+def compile_ahead(ops: TritonOps, model: Llama, sizes: list[int], pieces: Sequence[int] = ()) -> None:
+    """For decode steps of these numbers of sequences, for prompts, and for pieces of steps of these numbers of rows."""
     from triton import AsyncCompileMode  # pyright: ignore[reportMissingImports]
 
     started = time.perf_counter()
     threads = min(THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else THREADS)
     with ThreadPoolExecutor(threads) as pool, AsyncCompileMode(pool), compiling(ops):
-        for rows in sizes:
+        for rows in sorted({*sizes, *pieces}):
             _decode(ops, model, rows)
         _prompt(ops, model)
     logger.info("kernels compiled or found in %.1f s by %d threads", time.perf_counter() - started, threads)

@@ -5,6 +5,8 @@ Slow, and clear: tests compare the kernels with them, and run the GPU's forward 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -49,6 +51,17 @@ class TorchOps:
             rows = slice(starts[index], starts[index + 1])
             out[rows] = self._attend(layer, qkv[rows], tables[index].long(), length)
         return out
+
+    def step_attention(self, qkv: Tensor, out: Tensor, step: MixedColumns) -> Callable[[DecoderLayer], None]:
+        decodes = step.decodes
+
+        def attend(layer: DecoderLayer) -> None:
+            if step.decode is not None:
+                self.decode_attention(layer, qkv[:decodes], out[:decodes], step.decode)
+            if step.longest:
+                self.prefill_attention(layer, qkv[decodes:], out[decodes:], step)
+
+        return attend
 
     def _attend(self, layer: DecoderLayer, qkv: Tensor, table: Tensor, length: int) -> Tensor:
         """The last tokens of one sequence of `length` tokens."""
