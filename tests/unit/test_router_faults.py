@@ -424,6 +424,34 @@ async def test_a_first_token_lost_with_its_worker_is_made_again(cluster: Cluster
     await cluster.settled()
 
 
+async def test_a_request_refused_by_a_decode_worker_that_drains_goes_to_a_busier_one(cluster: Cluster) -> None:
+    p, *ds = [
+        await cluster.toy("prefill"),
+        await cluster.toy("decode", name="d0"),
+        await cluster.toy("decode", name="d1"),
+    ]
+    router = await cluster.router(p, *ds)
+    for d in ds:
+        d.hold("decode")
+    other = cluster.send(toy_request("other"))
+    await until(lambda: router.audit().stages["decode"] == 1)
+    (full,) = [d for d in ds if d.tasks]
+    (empty,) = [d for d in ds if d is not full]
+    p.hold("prefill")
+    client = cluster.send(request := toy_request("r"))
+    await p.reached("prefill", 2)
+    assert p.submitted[-1].decode_at == empty.info.wire
+    p._drop(("r", 0))
+    p.say(failed("no_workers", retriable=True, message="the decode worker is draining"))
+    await p.reached("prefill", 3)
+    assert view(router, empty).state == "live"  # its own word that it drains has not come yet
+    assert p.submitted[-1].decode_at == full.info.wire
+    release(p, *ds)
+    assert await client.answer() == toy_answer(request)
+    await other.answer()
+    await cluster.settled()
+
+
 async def test_late_tokens_of_an_earlier_attempt_and_of_strangers_are_ignored(cluster: Cluster) -> None:
     router, ps, ds = await cluster.two_pairs()
     request, client = await held_at(cluster, "decode", ps, ds)

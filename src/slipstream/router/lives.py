@@ -140,6 +140,8 @@ class Lives:
         if worker.id != life.decode and of_peer:
             avoid = life.avoid.but(life.prefill, life.decode)
             self._assign.suspect(life.decode)
+        elif worker.id != life.decode and message.code == NoWorkers.code and worker.state != "draining":
+            avoid = life.avoid.but_worker(life.decode)  # it takes nothing more; its own word of that is under way
         self._continue(life, error, message.code, avoid=avoid, but=worker.id)
 
     def pong(self, worker: RemoteWorker, n: int) -> None:
