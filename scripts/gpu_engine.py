@@ -3,8 +3,9 @@
     python scripts/gpu_engine.py [STEP ...] [--out FOLDER]
 
 Steps: tests (tests/gpu/test_engine.py), bench (bench engine), sampling (drawing tokens from logits, microseconds,
-beside plain torch). Without a step: all. Results are printed as they come. Shapes of kernels are compared by
-`gpu_shapes.py`. Needs torch, triton and one GPU.
+beside plain torch), prompts (tests of prompt graphs; then what steps with prompts cost host and device with and without
+them, and what capturing takes; `--shapes tiny --device cpu` tries it without a GPU). Without a step: all. Results are
+printed as they come. Shapes of kernels are compared by `gpu_shapes.py`. Needs torch, triton and one GPU.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gpu_prompts import prompts
+
 ROOT = Path(__file__).resolve().parent.parent
-STEPS = ("tests", "bench", "sampling")
+STEPS = ("tests", "bench", "sampling", "prompts")
+PROMPT_TESTS = "prompt or step"  # of tests/gpu/test_engine.py
 
 
 def main() -> int:
@@ -28,6 +32,7 @@ def main() -> int:
     parser.add_argument("steps", nargs="*", metavar="STEP", help=", ".join(STEPS))
     parser.add_argument("--out", type=Path, default=Path("gpu-engine"))
     parser.add_argument("--shapes", default="1.5b,8b")
+    parser.add_argument("--device", default="cuda:0", help="prompts: cpu runs the kernels' twins")
     parser.add_argument("--kernels", action="store_true", help="bench: also what each kernel takes")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -37,18 +42,11 @@ def main() -> int:
         began = time.monotonic()
         print(f"== {step}", flush=True)
         if step == "tests":
-            command = [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-q",
-                "--tb=short",
-                "tests/gpu/test_engine.py",
-                "-p",
-                "no:cacheprovider",
-            ]
-            command += ["-n", "8"] if importlib.util.find_spec("xdist") else []
-            failures += subprocess.run(command, cwd=ROOT, env=environment).returncode != 0
+            failures += gpu_tests(environment, "")
+        elif step == "prompts":
+            failures += gpu_tests(environment, PROMPT_TESTS)
+            tried = {"tokens": (16, 80), "decodes": (0, 3), "repeats": 1} if arguments.device == "cpu" else {}
+            prompts(arguments.shapes, arguments.device, **tried)
         elif step == "bench":
             command = [sys.executable, "-m", "slipstream", "bench", "engine", "--sampled", "--shapes", arguments.shapes]
             command += ["--json", str(arguments.out / "engine.json"), *(["--kernels"] if arguments.kernels else [])]
@@ -57,6 +55,14 @@ def main() -> int:
             sampling()
         print(f"== {step}: {time.monotonic() - began:.1f} s", flush=True)
     return failures
+
+
+def gpu_tests(environment: dict[str, str], chosen: str) -> bool:
+    """Whether any of the GPU tests of the engine fails."""
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "tests/gpu/test_engine.py", "-p", "no:cacheprovider"]
+    command += ["-k", chosen] if chosen else []
+    command += ["-n", "8"] if importlib.util.find_spec("xdist") else []
+    return subprocess.run(command, cwd=ROOT, env=environment).returncode not in (0, 5)  # 5: none was chosen
 
 
 def graph_us(call: Any, layers: list[Any], repeats: int = 10) -> float:

@@ -34,6 +34,7 @@ from slipstream.run.cuda import backends  # noqa: E402
 from slipstream.run.cuda.inputs import MixedInputs  # noqa: E402
 from slipstream.run.cuda.memory import dry_run, largest_step  # noqa: E402
 from slipstream.run.cuda.ops import TritonOps  # noqa: E402
+from slipstream.run.cuda.pieces import piece_bytes  # noqa: E402
 from slipstream.run.cuda.runner import CudaRunner  # noqa: E402
 from slipstream.run.engine_model import OpenedModel, open_model  # noqa: E402
 from slipstream.run.runner import Runner  # noqa: E402
@@ -114,6 +115,59 @@ def test_two_steps_under_way_answer_like_plain_torch(architecture: str, pages: i
     assert found.likely == wanted.likely
     assert found.ahead > 10
     assert (found.preemptions > 0) == (pages < PAGES)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_prompt_graphs_answer_like_plain_torch(architecture: str, tmp_path: Path):
+    plain, fast = runners(opened_model(tmp_path, architecture, "float32", prompt_graphs=True))
+    assert fast._pieces.sizes[-1] == 2048
+    greedy = [s for s in SETTINGS if s.temperature == 0 and not s.penalized]
+    for settings in (SETTINGS, greedy):
+        found, wanted = answers(fast, settings), answers(plain, settings)
+        assert [row for row in found if isinstance(row[0], int)] == [row for row in wanted if isinstance(row[0], int)]
+
+
+@pytest.mark.parametrize("pages", [PAGES, 22])
+def test_two_steps_of_prompt_graphs_under_way_answer_like_plain_torch(pages: int, tmp_path: Path):
+    plain, fast = runners(opened_model(tmp_path, "qwen2", "float32", prompt_graphs=True))
+    requests = random_requests(60, seed=pages)
+    wanted, found = serve(plain, requests, pages=PAGES), serve(fast, requests, pages=pages)
+    assert (found.tokens, found.ends, found.likely) == (wanted.tokens, wanted.ends, wanted.likely)
+
+
+@pytest.mark.parametrize(("head_dim", "settings"), [(32, {}), (64, {"kv_dtype": "fp8"}), (64, {}), (128, {})])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_logits_of_prompt_graphs_in_bfloat16_are_those_of_plain_torch(
+    architecture: str, head_dim: int, settings: dict[str, Any], tmp_path: Path
+):
+    """Sizes at their edges, with and without sequences that decode beside, and beyond the largest."""
+    opened = opened_model(tmp_path, architecture, "bfloat16", head_dim, prompt_graphs=True, **settings)
+    plain, fast = runners(opened)
+    probes = [LogitsProbe(plain)]
+    tables, rng = shuffled_tables(4, 30, PAGES), np.random.default_rng(1)
+    rows = [new_row(row, SamplingParams(temperature=0.0)) for row in range(4)]
+    parts = [(row, rng.integers(3, 250, 20 + row).tolist(), 0, tables[row]) for row in range(2)]
+    for runner in (plain, fast):
+        runner.execute(make_plan(parts, new_rows=rows))
+    for count in (1, 62, 63, 125, 126, 127, 200):
+        decodes = [(row, [5 + row], 20 + row, tables[row]) for row in range(2)]
+        chunk = (2, rng.integers(3, 250, count).tolist(), 0, tables[2])
+        second = (3, rng.integers(3, 250, 2).tolist(), 0, tables[3])
+        for parts in ([*decodes, chunk, second], [chunk, second]):
+            plan = make_plan(parts)
+            plain.execute(plan)
+            wanted = probes[0].last
+            fast.execute(plan)
+            found = probes[0].last  # the model is the same, and so is the probe
+            assert (found - wanted).abs().max() < 0.05 * wanted.abs().max()
+
+
+def test_prompt_graphs_take_no_more_memory_than_is_reckoned(tmp_path: Path):
+    opened = opened_model(tmp_path, "llama", "bfloat16", prompt_graphs=True)
+    _, fast = runners(opened)
+    pieces = fast._pieces
+    print(f"{pieces.capture_s:.2f} s, {pieces.taken_bytes / 2**20:.1f} MiB")
+    assert pieces.taken_bytes <= piece_bytes(opened.model.config, 2, opened.prompt_rows)
 
 
 def test_a_step_is_launched_while_the_one_before_computes(tmp_path: Path):
