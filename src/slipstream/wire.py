@@ -183,6 +183,9 @@ class Status(Message):
 
     `added` and `removed` are the block keys that entered or left the prefix cache since the last Status on this
     link; `reset` says that the router must forget what it knew first.
+
+    The last four are averages over the last steps, 0 while unknown: prompt tokens a second in steps of prompts alone
+    and in mixed ones (prompts beside sequences that decode), and seconds of a mixed step and of one that only decodes.
     """
 
     waiting: int
@@ -197,6 +200,10 @@ class Status(Message):
     removed: list[BlockKey] = []
     reset: bool = False
     routes: list[RouteReport] = []
+    prompt_rate: float = 0.0
+    mixed_rate: float = 0.0
+    mixed_step_s: float = 0.0
+    decode_step_s: float = 0.0
 
 
 class Pong(Message):

@@ -1,12 +1,15 @@
 """Placement on a virtual clock: what the router's choices do to latencies.
 
-An engine here is nothing but step times. It steps for as long as it has work: each step decodes one token of every
-sequence and computes up to `chunk_tokens` of the prompts that wait, in order of arrival, or `beside_tokens` while
-sequences decode there. Requests are placed by `slipstream.router.place.place` on standings that are charged and
-discharged as the router does it; a handed-over request decodes `HANDOFF_S` after its first token. Nothing else is
-modelled: no pages, no prefixes.
+An engine here is nothing but step times (`Card`). It steps for as long as it has work: each step decodes one token of
+every sequence and computes up to `chunk_tokens` of the prompts that wait, in order of arrival, or `beside_tokens` while
+sequences decode there. A step is planned when the one before it begins, as the engine does it, so what comes meanwhile
+waits for the one after. Requests are placed by `slipstream.router.place.place` on standings that are charged and
+discharged as the router does it, `MESSAGE_S` late, and told of pace and load every `STATUS_S`, as workers do it. A
+handed-over request decodes when its last pages have come. Nothing else is modelled: no pages, no prefixes, no faults.
 
     python -m tests.sim.placement       prints the table of docs/routing.md
+
+The cards are made of figures measured on H200s; `tests/sim/__init__.py` is empty, so nothing here runs elsewhere.
 """
 
 from __future__ import annotations
@@ -18,33 +21,55 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from slipstream import wire
+from slipstream.engine.pace import Pace
 from slipstream.router.place import KnownKeys, Placement, Prompt, Standing, place
 from slipstream.types import Role
 
-HANDOFF_S = 0.001
+STATUS_S = 0.05
+MESSAGE_S = 0.001  # worker to router, router to worker
+FRONT_S = 0.002  # client to router and back, both together
 
 
 @dataclass(frozen=True)
 class Card:
-    """Step times of one model on one card. `floor_s` is a step with nothing but a few decodes."""
+    """Step times of one model on one card.
 
-    floor_s: float
+    `decode_s` is a step of one sequence, `row_s` what each adds (keys and values of a few thousand tokens are read);
+    `prompt_host_s` and `mixed_host_s` are what the host needs for a step that no graph holds, at least, and
+    `mixed_row_s` for each sequence in it; steps the host is behind vary by `jitter` (log-normal).
+    """
+
+    decode_s: float
     row_s: float
     tokens_per_s: float
-    launch_s: float = 0.0015
+    prompt_host_s: float
+    mixed_host_s: float
+    mixed_row_s: float = 0.0
+    launch_s: float = 0.001
+    jitter: float = 0.15
+    handoff_s: float = 0.003
+    handoff_token_s: float = 0.5e-6
 
-    def step_s(self, rows: int, tokens: int) -> float:
-        compute = self.launch_s + tokens / self.tokens_per_s if tokens else 0.0
-        return max(self.floor_s, compute) + rows * self.row_s
+    def step_s(self, rows: int, tokens: int, rng: np.random.Generator) -> float:
+        if not tokens:
+            return self.decode_s + rows * self.row_s
+        device = self.launch_s + tokens / self.tokens_per_s + rows * self.row_s
+        host = self.mixed_host_s + rows * self.mixed_row_s if rows else self.prompt_host_s
+        return max(device, host * float(np.exp(self.jitter * rng.standard_normal())))
 
 
-LARGE = Card(floor_s=0.0049, row_s=32e-6, tokens_per_s=44_000)  # 8B on an H200
-SMALL = Card(floor_s=0.0014, row_s=14e-6, tokens_per_s=180_000)  # 1.5B
+# As measured: mixed steps and small prompts wait for the host.
+LARGE_HOST = Card(0.00445, 160e-6, 39_500, 0.020, 0.019, 300e-6)
+SMALL_HOST = Card(0.00138, 15e-6, 180_000, 0.026, 0.019, 300e-6)
+# What the device alone needs.
+LARGE = Card(0.00445, 160e-6, 39_500, 0.010, 0.011, 20e-6, jitter=0.05)
+SMALL = Card(0.00138, 15e-6, 180_000, 0.006, 0.005, 20e-6, jitter=0.05)
 
 
 @dataclass
 class Job:
-    """One request; `times` are those of its tokens."""
+    """One request; `times` are those of its tokens, `put` where it was placed."""
 
     due: float
     prompt: int
@@ -52,40 +77,74 @@ class Job:
     times: list[float] = field(default_factory=list)
     placement: Placement | None = None
     computed: int = 0
+    charged: int = 0
 
     @property
     def ttft(self) -> float:
-        return self.times[0] - self.due
+        return self.times[0] - self.due + FRONT_S
 
     @property
     def tpot(self) -> float:
         return (self.times[-1] - self.times[0]) / max(1, len(self.times) - 1)
 
 
-class Engine:
-    """One worker: its standing, its prompts, its decoding sequences."""
+@dataclass
+class Step:
+    rows: list[Job]
+    chunks: list[tuple[Job, int]]
 
-    def __init__(self, name: str, role: Role, card: Card, chunk_tokens: int, beside_tokens: int) -> None:
+
+class Engine:
+    """One worker: its standing, its prompts, its decoding sequences, its pace."""
+
+    def __init__(self, name: str, role: Role, card: Card, chunk_tokens: int, beside_tokens: int, seed: int) -> None:
         self.standing = Standing(
             id=name, role=role, fingerprint="f", page_tokens=16, max_sequences=256, pages_total=1 << 20,
             pages_free=1 << 20, keys=KnownKeys(1),
         )  # fmt: skip
         self.card = card
         self.chunk_tokens, self.beside_tokens = chunk_tokens, beside_tokens
+        self.inbox: list[tuple[str, Job]] = []
         self.prompts: deque[Job] = deque()
         self.decoding: list[Job] = []
+        self.pace = Pace()
+        self.rng = np.random.default_rng(seed)
+        self.next: Step | None = None
         self.busy = False
+        self.busy_s = {"prompts": 0.0, "mixed": 0.0, "decodes": 0.0}
 
-    def plan(self) -> tuple[list[Job], list[tuple[Job, int]]]:
-        budget = self.beside_tokens if self.decoding else self.chunk_tokens
+    def receive(self) -> None:
+        for kind, job in self.inbox:
+            self.prompts.append(job) if kind == "prompt" else self.decoding.append(job)
+        self.inbox.clear()
+
+    def plan(self, under_way: Step | None) -> Step | None:
+        """The step after `under_way`, on the assumption that it does what it should."""
+        ahead = {id(job): count for job, count in under_way.chunks} if under_way else {}
+        ending = {id(job) for job in under_way.rows if len(job.times) + 1 >= job.answer} if under_way else set()
+        rows = [job for job in self.decoding if id(job) not in ending]
+        rows += [
+            job for job, count in (under_way.chunks if under_way else [])
+            if job.placement and job.placement.local and job.computed + count == job.prompt
+        ]  # fmt: skip
+        budget = max(16, (self.beside_tokens if rows else self.chunk_tokens) - len(rows))
         chunks = []
         for job in self.prompts:
+            count = min(budget, job.prompt - job.computed - ahead.get(id(job), 0))
             if budget == 0:
                 break
-            count = min(budget, job.prompt - job.computed)
-            chunks.append((job, count))
-            budget -= count
-        return list(self.decoding), chunks
+            if count:
+                chunks.append((job, count))
+                budget -= count
+        return Step(rows, chunks) if rows or chunks else None
+
+    def status(self) -> wire.Status:
+        status = wire.Status(
+            waiting=0, running=len(self.prompts) + len(self.decoding), handing_off=0, pages_free=1 << 20,
+            pages_cached=0, pages_total=1 << 20, waiting_tokens=0,
+        )  # fmt: skip
+        self.pace.tell(status)
+        return status
 
 
 class World:
@@ -97,11 +156,14 @@ class World:
         self._events: list[tuple[float, int, str, object]] = []
         self._count = 0
         self._turn = 0
+        self._left = 0
 
     def run(self, jobs: Sequence[Job]) -> Sequence[Job]:
         for job in jobs:
             self._at(job.due, "arrive", job)
-        while self._events:
+        self._left = len(jobs)
+        self._at(0.0, "report", None)
+        while self._events and self._left:
             now, _, kind, what = heapq.heappop(self._events)
             getattr(self, f"_{kind}")(now, what)
         return jobs
@@ -113,6 +175,14 @@ class World:
         self._count += 1
         heapq.heappush(self._events, (when, self._count, kind, what))
 
+    def _report(self, now: float, _: None) -> None:
+        for engine in self._engines.values():
+            self._at(now + MESSAGE_S, "tell", (engine, engine.status()))
+        self._at(now + STATUS_S, "report", None)
+
+    def _tell(self, now: float, what: tuple[Engine, wire.Status]) -> None:
+        what[0].standing.update(what[1])
+
     def _arrive(self, now: float, job: Job) -> None:
         standings = [engine.standing for engine in self._engines.values()]
         for standing in standings:
@@ -123,23 +193,43 @@ class World:
         self._turn += 1
         p, d = self._engines[placement.prefill], self._engines[placement.decode]
         p.standing.charge(placement.to_compute, now)
-        d.standing.sequences += 1
+        d.standing.expect(local=p is d)
         p.standing.chosen = d.standing.chosen = self._turn
-        p.prompts.append(job)
-        self._wake(now, p)
+        self._at(now + MESSAGE_S, "submit", job)
+
+    def _submit(self, now: float, job: Job) -> None:
+        assert job.placement is not None
+        engine = self._engines[job.placement.prefill]
+        engine.inbox.append(("prompt", job))
+        self._wake(now, engine)
 
     def _wake(self, now: float, engine: Engine) -> None:
-        if not engine.busy and (engine.prompts or engine.decoding):
-            engine.busy = True
-            rows, chunks = engine.plan()
-            length = engine.card.step_s(len(rows), sum(count for _, count in chunks))
-            self._at(now + length, "settle", (engine, rows, chunks))
+        if engine.busy:
+            return
+        step = engine.next
+        if step is None:
+            engine.receive()
+            step = engine.plan(None)
+        if step is None:
+            return
+        engine.busy = True
+        engine.receive()
+        engine.next = engine.plan(step)
+        tokens = sum(count for _, count in step.chunks)
+        length = engine.card.step_s(len(step.rows), tokens, engine.rng)
+        engine.pace.step(len(step.rows), tokens, length)
+        engine.busy_s["decodes" if not tokens else "mixed" if step.rows else "prompts"] += length
+        self._at(now + length, "settle", (engine, step))
 
-    def _settle(self, now: float, what: tuple[Engine, list[Job], list[tuple[Job, int]]]) -> None:
-        engine, rows, chunks = what
-        for job in rows:
-            self._token(now, job, engine)
-        for job, count in chunks:
+    def _settle(self, now: float, what: tuple[Engine, Step]) -> None:
+        engine, step = what
+        for job in step.rows:
+            job.times.append(now)
+            if len(job.times) >= job.answer:
+                engine.decoding.remove(job)
+                self._left -= 1
+                self._at(now + MESSAGE_S, "ended", job)
+        for job, count in step.chunks:
             job.computed += count
             if job.computed == job.prompt:
                 engine.prompts.remove(job)
@@ -149,24 +239,29 @@ class World:
 
     def _first(self, now: float, job: Job, engine: Engine) -> None:
         assert job.placement is not None
-        engine.standing.discharge(job.placement.to_compute, now)
         job.times.append(now)
+        self._at(now + MESSAGE_S, "computed", job)
         if job.placement.local:
             engine.decoding.append(job)
         else:
-            self._at(now + HANDOFF_S, "adopt", job)
+            self._at(now + engine.card.handoff_s + job.prompt * engine.card.handoff_token_s, "adopt", job)
 
     def _adopt(self, now: float, job: Job) -> None:
         assert job.placement is not None
         engine = self._engines[job.placement.decode]
-        engine.decoding.append(job)
+        engine.inbox.append(("decode", job))
         self._wake(now, engine)
 
-    def _token(self, now: float, job: Job, engine: Engine) -> None:
-        job.times.append(now)
-        if len(job.times) >= job.answer:
-            engine.decoding.remove(job)
-            engine.standing.sequences -= 1
+    def _computed(self, now: float, job: Job) -> None:
+        """The router has the first token."""
+        assert job.placement is not None
+        self._engines[job.placement.prefill].standing.discharge(job.placement.to_compute, now)
+        if not job.placement.local:
+            self._engines[job.placement.decode].standing.came()
+
+    def _ended(self, now: float, job: Job) -> None:
+        assert job.placement is not None
+        self._engines[job.placement.decode].standing.sequences -= 1
 
 
 def jobs(rate: float, seconds: float, prompt: tuple[int, int], answer: tuple[int, int], seed: int) -> list[Job]:
@@ -180,7 +275,8 @@ def jobs(rate: float, seconds: float, prompt: tuple[int, int], answer: tuple[int
 
 @dataclass(frozen=True)
 class Outcome:
-    """Milliseconds: first token and gaps between tokens; share of jobs within (1 s, 10 ms) and (1 s, `tight_s`)."""
+    """Milliseconds: first token and gaps between tokens; shares of jobs: within (1 s, 10 ms) and (1 s, `tight_s`), and
+    computed and decoded in one place."""
 
     ttft_p50: float
     ttft_p99: float
@@ -205,34 +301,47 @@ class Outcome:
             local=float(np.mean([job.placement is not None and job.placement.local for job in done])),
         )
 
+    def __str__(self) -> str:
+        return f"{self.ttft_p50:.0f} / {self.ttft_p99:.0f}, {self.itl_p50:.1f} / {self.itl_p99:.1f}"
+
 
 def simulate(
     roles: Sequence[Role],
     card: Card,
     chunks: tuple[int, int],
-    load: Sequence[Job],
+    loads: Sequence[Sequence[Job]],
     tight_s: float,
     *,
     meet: bool = True,
     help_out: bool = True,
 ) -> Outcome:
-    """Without `meet` everything stays where its prompt is; without `help_out` roles are kept."""
-    engines = [Engine(f"{role}-{at}", role, card, *chunks) for at, role in enumerate(roles)]
-    return Outcome.of(World(engines, meet=meet, help_out=help_out).run(load), tight_s)
+    """All jobs of `loads`, each load with workers of its own. Without `meet` everything stays where its prompt is;
+    without `help_out` roles are kept."""
+    for number, load in enumerate(loads):
+        engines = [Engine(f"{role}-{at}", role, card, *chunks, seed=100 * number + at) for at, role in enumerate(roles)]
+        World(engines, meet=meet, help_out=help_out).run(load)
+    return Outcome.of([job for load in loads for job in load], tight_s)
 
 
-def table() -> None:
-    """Share of requests within (1 s, 10 ms) and, in parentheses, (1 s, 7 ms), by rate and arrangement."""
-    apart: tuple[Role, ...] = ("prefill", "decode")
-    both: tuple[Role, ...] = ("both", "both")
-    for rate in (4, 8, 10, 12, 14):
-        cells = [
-            simulate(roles, LARGE, (chunk, chunk), jobs(rate, 60, (1024, 7168), (64, 256), 1), 0.007, **rest)
-            for roles, chunk, rest in (
-                (apart, 8192, {"help_out": False}), (apart, 8192, {}), (both, 512, {"meet": False}), (both, 512, {})
-            )
-        ]  # fmt: skip
-        print(f"| {rate} | " + " | ".join(f"{cell.good:.2f} ({cell.tight:.2f})" for cell in cells) + " |")
+ROWS = (
+    ("8B", LARGE, ((1024, 7168), (64, 256)), (4, 8, 12)),
+    ("1.5B", SMALL, ((512, 2048), (64, 256)), (8, 24, 48)),
+)
+
+
+def table(seeds: Sequence[int] = (301, 302, 303)) -> None:
+    """First token and gap between tokens, each p50 / p99 in ms, and the share within (1 s, 10 ms)."""
+    for model, card, lengths, rates in ROWS:
+        for rate in rates:
+            cells = []
+            for roles, rest in (
+                (("prefill", "decode"), {"help_out": False}), (("prefill", "decode"), {}),
+                (("both", "both"), {"meet": False}), (("both", "both"), {}),
+            ):  # fmt: skip
+                loads = [jobs(rate, 40, *lengths, seed) for seed in seeds]
+                found = simulate(roles, card, (8192, 512), loads, 0.007, **rest)
+                cells.append(f"{found} ({found.good:.2f})")
+            print(f"| {model} | {rate} | " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 
 from slipstream import wire
 from slipstream.kv.prefix import block_keys, root_key
-from slipstream.router.place import Avoid, KnownKeys, Placement, Prompt, Standing, place
+from slipstream.router.place import Avoid, KnownKeys, Pace, Placement, Prompt, Standing, place
 from slipstream.types import Role
 
 PAGE = 4
@@ -232,8 +232,8 @@ def test_known_keys_follow_the_worker_and_stay_bounded() -> None:
 
 
 def test_a_prompt_keeps_away_from_sequences_until_the_wait_elsewhere_is_longer_than_its_harm() -> None:
-    a, b = standing("a"), standing("b", sequences=10)
-    for queued, expected in ((0, "a"), (1500, "a"), (2500, "b")):
+    a, b = standing("a", pace=FAST), standing("b", sequences=10)
+    for queued, expected in ((0, "a"), (5000, "a"), (8000, "b")):
         a.prefill_tokens = queued
         placement = chosen(a, b, prompt=range(1000))
         assert placement is not None
@@ -260,47 +260,94 @@ def test_the_busy_share_of_a_worker_follows_its_prompts() -> None:
     assert s.busy < 0.01
 
 
-def test_the_wait_of_a_worker_is_known_from_the_rate_of_its_last_prompts() -> None:
+FAST = Pace(prompt_rate=10_000.0, mixed_rate=5_000.0, mixed_step_s=0.02, decode_step_s=0.01)
+
+
+def test_what_a_worker_does_not_tell_of_its_pace_is_taken_from_others_or_guessed() -> None:
+    assert Pace().known([]) == Pace().known([Pace()])
+    guess = Pace().known([])
+    assert guess.prompt_rate > guess.mixed_rate > 0
+    assert 0 < guess.slowed < 1
+    assert Pace().known([Pace(), FAST]) == FAST
+    half = Pace(prompt_rate=300.0).known([FAST])
+    assert (half.prompt_rate, half.mixed_rate) == (300.0, 300.0), "beside sequences prompts are never faster"
+    crowded = Pace(mixed_rate=100.0).known([])
+    assert crowded.lost > 0, "one that is never without sequences might be faster without them"
+    noisy = Pace(100.0, 50.0, 0.01, 0.02).known([])
+    assert noisy.slowed == 0.0
+
+
+def test_the_pace_of_a_worker_comes_with_its_status() -> None:
     s = standing("a")
-    s.charge(1000, 10.0)
-    assert s.wait_s == 0.0, "nothing is known before the first prompt is done"
-    s.discharge(1000, 12.0)
-    s.charge(300, 50.0)
-    assert s.wait_s == pytest.approx(0.6)
-    s.discharge(300, 50.0, computed=False)
-    assert s.wait_s == 0.0
-    assert s.done_tokens == 1000
+    s.update(status(prompt_rate=10_000.0, mixed_rate=5_000.0, mixed_step_s=0.02, decode_step_s=0.01))
+    assert s.pace == FAST
 
 
-def busy_prefill(tokens: int, *, rate: float = 1000.0) -> Standing:
-    return standing("p", "prefill", prefill_tokens=tokens, done_tokens=1000.0, spent_s=1000.0 / rate)
+def test_prompts_of_this_router_are_not_taken_for_sequences_of_others() -> None:
+    s = standing("a")
+    s.charge(100, 1.0)
+    s.charge(100, 1.0)
+    s.update(status(running=2, waiting_tokens=200))
+    assert (s.foreign_sequences, s.decoding) == (0, 0)
+    s.discharge(100, 2.0)
+    s.update(status(running=2))
+    assert s.decoding == 1
 
 
-def test_a_decode_worker_helps_only_when_a_prompt_would_wait_long() -> None:
-    d = standing("d", "decode")
-    for queued, expected in ((100, "p"), (5000, "d")):
-        placement = chosen(busy_prefill(queued), d, prompt=range(500), help_out=True)
-        assert placement is not None
-        assert (placement.prefill, placement.helping) == (expected, expected == "d")
-        assert placement.decode == "d"
-    fast = chosen(busy_prefill(5000, rate=1e6), d, prompt=range(500), help_out=True)
-    strict = chosen(busy_prefill(5000), d, prompt=range(500))
-    idle = chosen(busy_prefill(5000), standing("q", "prefill"), d, prompt=range(500), help_out=True)
-    assert [found.prefill if found else None for found in (fast, strict, idle)] == ["p", "p", "q"]
+def test_the_faster_worker_gets_the_prompt() -> None:
+    slow, fast = standing("slow", pace=Pace(1000.0)), standing("fast", pace=Pace(4000.0), prefill_tokens=1000)
+    assert pairs(slow, fast, count=1, prompt=500)[0][0] == "fast"
 
 
-def test_a_decode_worker_with_many_sequences_helps_later() -> None:
-    crowded = standing("d", "decode", sequences=60)
-    placement = chosen(busy_prefill(5000), crowded, prompt=range(500), help_out=True)
+def helped(queued: int, *, prompts: int = 0, pressed: float = 0.0, sequences: int = 0, **rest: Any) -> bool:
+    """Whether a decode worker takes a prompt of 1,000 tokens, by itself 0.1 s, when so many are queued."""
+    p = standing("p", "prefill", prefill_tokens=queued, prompts=prompts, pressed=pressed, pace=FAST)
+    d = standing("d", "decode", sequences=sequences)
+    placement = chosen(p, d, prompt=range(1000), **{"help_out": True, **rest})
     assert placement is not None
-    assert placement.prefill == "p"
+    assert placement.decode == "d"
+    assert placement.helping == (placement.prefill == "d")
+    return placement.helping
+
+
+def test_a_decode_worker_helps_only_when_waiting_costs_more_than_its_sequences_lose() -> None:
+    assert not helped(1000)
+    assert helped(5000), "nothing decodes there, and the wait is long"
+    assert not helped(5000, sequences=4)
+    assert helped(20_000, sequences=4)
+    assert not helped(20_000, sequences=20)
+    assert not helped(20_000, sequences=4, help_out=False)
+
+
+def test_a_decode_worker_helps_sooner_when_prompts_leave_the_prefill_worker_no_pause() -> None:
+    assert not helped(3000, prompts=5, pressed=0.4, sequences=4)
+    assert helped(3000, prompts=5, pressed=1.0, sequences=4)
+
+
+def test_sequences_whose_prompts_wait_elsewhere_do_not_keep_a_decode_worker_from_helping() -> None:
+    p = standing("p", "prefill", prefill_tokens=20_000, pace=FAST)
+    for coming, expected in ((0, "p"), (20, "d")):
+        placement = chosen(p, standing("d", "decode", sequences=20, coming=coming), prompt=range(1000), help_out=True)
+        assert placement is not None
+        assert placement.prefill == expected
 
 
 def test_a_helping_worker_keeps_the_request() -> None:
+    p = standing("p", "prefill", prefill_tokens=90_000, pace=FAST)
     d, e = standing("d", "decode", sequences=5), standing("e", "decode", sequences=4, prefill_tokens=90_000)
-    placement = chosen(busy_prefill(50_000), d, e, prompt=range(500), help_out=True)
+    placement = chosen(p, d, e, prompt=range(500), help_out=True)
     assert placement is not None
     assert (placement.prefill, placement.decode) == ("d", "d")
+
+
+def test_sequences_stay_together_where_prompts_would_lose_by_them() -> None:
+    a, b = standing("a", sequences=5, pace=FAST), standing("b", sequences=20)
+    p = standing("p", "prefill")
+    a.busy = b.busy = 1.0
+    assert pairs(p, a, b, count=1)[0][1] == "b"
+    a.busy = b.busy = 0.0
+    a.sequences, b.sequences = 5, 20
+    assert pairs(p, a, b, count=1)[0][1] == "a", "no prompts, nothing to lose: the freer one"
 
 
 # ----------------------------------------------------------------------------------------------------- KV's travel

@@ -11,6 +11,7 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry
 
+from slipstream.engine.pace import Pace
 from slipstream.engine.plan import StepPlan
 from slipstream.telemetry.compat import Compat, Flavour
 from slipstream.telemetry.meters import (
@@ -41,6 +42,7 @@ class WorkerMetrics(Meters):
     def __init__(self, compat: Flavour | Literal["none"] = "none") -> None:
         self.failed: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.decode_rate: Callable[[], float] = lambda: 0.0
+        self.pace = Pace()
         self._labels_now: dict[str, str] = {"model_name": "", "worker": "", "role": ""}
         super().__init__(PREFIX, lambda: self._labels_now)
         self._step_meters()
@@ -188,6 +190,7 @@ class WorkerMetrics(Meters):
         self.step_tokens.only().observe(total)
         self.tokens.add(decode, "decode")
         self.tokens.add(total - decode, "prefill")
+        self.pace.step(decode, total - decode, seconds)
 
     def status(self, status: Status, stages: Stages) -> None:
         self.requests.replace({(stage,): count for stage, count in stages.items()})

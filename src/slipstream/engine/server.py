@@ -336,6 +336,7 @@ class WorkerServer:
 
     def _broadcast(self, status: wire.Status) -> None:
         status.routes = self.routes()
+        self.metrics.pace.tell(status)
         self.metrics.routes(status.routes)
         for link in self._informed:
             link.send(status)
@@ -345,6 +346,7 @@ class WorkerServer:
 
         def send() -> None:
             status.routes = self.routes()
+            self.metrics.pace.tell(status)
             link.send(status)
             self._informed.append(link)
 

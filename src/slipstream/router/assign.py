@@ -82,7 +82,7 @@ class Assignment:
         self._turns += 1
         p.standing.charge(placement.to_compute, time.monotonic())
         p.standing.keys.promise(placement.keys)
-        d.standing.sequences += 1
+        d.standing.expect(local=placement.local)
         p.standing.chosen = d.standing.chosen = self._turns
 
     def _count(self, life: Life, placement: Placement, p: RemoteWorker, d: RemoteWorker) -> None:
@@ -121,9 +121,12 @@ class Assignment:
         if life.charged:
             worker = self._fleet.by_id(life.prefill)
             if worker is not None and worker.standing is not None:
-                worker.standing.discharge(life.charged, time.monotonic(), computed=bool(life.delivered))
+                worker.standing.discharge(life.charged, time.monotonic())
                 worker.standing.keys.settle(life.placement.keys if life.placement else ())
             life.charged = 0
+            decoder = self._fleet.by_id(life.decode)
+            if decoder is not None and decoder.standing is not None and life.prefill != life.decode:
+                decoder.standing.came()
 
     def discharge(self, life: Life) -> None:
         """It leaves its workers."""

@@ -75,9 +75,13 @@ def _of_request(fleet: Fleet, life: Life) -> list[str]:
 def _of_charges(fleet: Fleet, under_way: list[Life]) -> list[str]:
     tokens: Counter[str] = Counter()
     sequences: Counter[str] = Counter()
+    prompts: Counter[str] = Counter()
+    coming: Counter[str] = Counter()
     for life in under_way:
         tokens[life.prefill] += life.charged
         sequences[life.decode] += 1
+        prompts[life.prefill] += life.charged > 0
+        coming[life.decode] += life.charged > 0 and life.prefill != life.decode
     problems = []
     for standing in fleet.standings():
         if standing.prefill_tokens != tokens[standing.id]:
@@ -89,5 +93,11 @@ def _of_charges(fleet: Fleet, under_way: list[Life]) -> list[str]:
             problems.append(
                 f"{fleet.name_of(standing.id)} carries {standing.sequences} sequences, its requests are "
                 f"{sequences[standing.id]}"
+            )
+        told, true = (standing.prompts, standing.coming), (prompts[standing.id], coming[standing.id])
+        if told != true:
+            problems.append(
+                f"{fleet.name_of(standing.id)} carries {told[0]} prompts and {told[1]} sequences to come, its requests "
+                f"are {true[0]} and {true[1]}"
             )
     return problems

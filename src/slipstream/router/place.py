@@ -5,20 +5,22 @@ since, and which prefixes it holds, by block key. `place` reads them and answers
 pair can serve now. The caller then charges the placement to the standings, so that the next choice sees it before the
 worker has said anything.
 
-Prefill goes where it delays least: the prompt itself by the tokens queued before it and by its own that are not known
-there yet (at `THRIFT` more), and the sequences that decode on the same worker by its own time, each counted at `HARM`.
-That needs no cap against herding: a long queue outweighs a known prefix, and a few decoding sequences, by itself. What
+Prefill goes where it costs least time, of all that it delays, in seconds: the prompt itself waits for the tokens queued
+there and for its own that are not known there yet; the prompts that come behind it wait for its own; and every sequence
+that decodes there loses a part of that time, weighed with `HARM`. How fast a worker computes prompts, alone and beside
+sequences, and how long steps of both kinds take, it tells itself (`Pace`): there is no figure of any machine here.
+Nor is there a cap against herding: a long queue outweighs a known prefix, and a few decoding sequences, by itself. What
 is being computed for another request counts as known, so that equal prompts that come together meet at one worker.
 
-Decode goes where load is least: sequences and KV in proportion to what the worker holds, the share of its time that
-prompts take (`BUSY_WORTH`), and the seconds that the KV would travel. A known prefix saves bytes, but is worth
+Decode goes where it is disturbed and disturbs least, in shares of its time: sequences and KV in proportion to what the
+worker holds; what the prompts there take from it; what these lose by computing beside sequences, if it is not there
+that sequences are most; and the seconds that the KV would travel. A known prefix saves bytes, but is worth
 `PREFIX_WORTH` sequences at most, so that a popular prefix cannot pile everything up on one worker.
 
 The two rules pull workers for both roles apart: where sequences are, prompts stay away, and where prompts are,
-sequences do. Under prompts that would disturb decoding such workers become a prefill and a decode worker by themselves,
-and the decode worker computes prompts only when the wait at the other has grown longer than the harm here. Workers with
-the role `decode` do the same, if `help_out` allows it: at `HELP` times the price, and only when a prompt would wait
-longer than `HELP_WAIT_S` at every prefill worker.
+sequences do. Under load such workers become a prefill and a decode worker by themselves, and the decode worker computes
+a prompt only when waiting at the other costs more than the harm here. Workers with the role `decode` do the same, if
+`help_out` allows it, but there harm weighs `HARM_APART`: a prefill worker that keeps up is not helped.
 
 When no worker of a role is there, one of the other role is borrowed for both halves of the request: prefill and decode
 then happen in one place and nothing has to travel.
@@ -28,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from slipstream import wire
@@ -36,14 +38,16 @@ from slipstream.kv.prefix import block_keys, root_key
 from slipstream.types import Role
 
 PREFIX_WORTH = 2.0  # sequences that a fully known prefix may outweigh when a decode worker is chosen
-LOCAL_WORTH = 1.0  # sequences by which another worker must be ahead before a request leaves the one that prefills it
+LOCAL_WORTH = 1.0  # sequences by which another worker must be ahead before a request leaves the one that prefills it,
+HANDOFF_WORTH = 0.02  # and share of its time decoding that must be won there
 THRIFT = 0.1  # how much dearer a token to compute is than one to wait for: it takes others' time too
-HARM = 0.2  # share of a prompt's own time that each sequence decoding on the same worker counts for
-HELP = 2.0  # how many times as dear a prompt is on a decode worker, while there are prefill workers
-HELP_WAIT_S = 0.2  # how long a prompt must wait at every prefill worker before decode workers are considered
-RATE_TOKENS = 100_000  # over about how many prompt tokens a worker's rate is averaged
-BUSY_WORTH = 0.5  # load that a worker's prompts count for when all its time goes to them
-BUSY_S = 5.0  # over how long a worker's share of time with prompts is averaged
+HARM = 0.5  # what a second that a decoding sequence loses to a prompt weighs against a second's wait for a first token
+HARM_APART = 3.0  # the same on workers with the role `decode`, which are there so that tokens come evenly
+GUESSED_RATE = 10_000.0  # prompt tokens a second, before any worker has told
+GUESSED_SLOWDOWN = 3.0  # how many times as slow prompts are beside sequences, and these beside prompts; likewise
+BUSY_S = 2.0  # over how long a worker's share of time with prompts is averaged
+PRESSED_S = 5.0  # over how long that share is averaged to tell a worker that cannot keep up from a busy moment
+PRESSED_MOST = 0.8  # to what it counts then: a queue keeps at most 5 times as many waiting as it has
 TRAVEL_WORTH = 1.0  # load that one second of the KV's travel counts for
 KEY_SLACK = 1.25  # block keys remembered of a worker, in multiples of its pages
 
@@ -118,6 +122,39 @@ class Prompt:
         return keys
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast a worker's last steps were (see wire.Status); 0 is unknown."""
+
+    prompt_rate: float = 0.0
+    mixed_rate: float = 0.0
+    mixed_step_s: float = 0.0
+    decode_step_s: float = 0.0
+
+    def known(self, others: Iterable[Pace]) -> Pace:
+        """With what this one does not know taken from `others`, which run the same model, or guessed."""
+        paces = (self, *others)
+        prompt = next((pace.prompt_rate for pace in paces if pace.prompt_rate), 0.0)
+        mixed = next((pace.mixed_rate for pace in paces if pace.mixed_rate), 0.0)
+        prompt = prompt or mixed * GUESSED_SLOWDOWN or GUESSED_RATE
+        steps = next(((p.mixed_step_s, p.decode_step_s) for p in paces if p.mixed_step_s and p.decode_step_s), None)
+        mixed_s, decode_s = steps or (GUESSED_SLOWDOWN, 1.0)
+        return Pace(prompt, min(prompt, mixed or prompt / GUESSED_SLOWDOWN), mixed_s, min(mixed_s, decode_s))
+
+    @property
+    def slowed(self) -> float:
+        """Share of the time of a mixed step that its sequences lose to its prompts."""
+        return 1.0 - self.decode_step_s / self.mixed_step_s
+
+    @property
+    def lost(self) -> float:
+        """How much longer a prompt takes beside sequences, in multiples of its time alone."""
+        return self.prompt_rate / self.mixed_rate - 1.0
+
+
+UNKNOWN_PACE = Pace()
+
+
 @dataclass(slots=True)
 class Standing:
     """One worker in the eyes of the placement.
@@ -138,14 +175,16 @@ class Standing:
     pages_free: int = 0
     pages_cached: int = 0
     prefill_tokens: int = 0
+    prompts: int = 0  # how many prompts these tokens are of
     sequences: int = 0
     foreign_tokens: int = 0
     foreign_sequences: int = 0
+    coming: int = 0  # of `sequences`, those whose prompts another worker has yet to compute
     chosen: int = 0  # when it was last chosen, in placements; the longest ago wins a tie
     busy: float = 0.0  # share of the last seconds in which prompts of this router were there
-    seen: float = 0.0  # until when `busy` is reckoned
-    spent_s: float = 0.0  # time with prompts, and their tokens: the rate at which it computes them
-    done_tokens: float = 0.0
+    pressed: float = 0.0  # the same over longer
+    seen: float = 0.0  # until when both are reckoned
+    pace: Pace = UNKNOWN_PACE
     keys: KnownKeys = field(default_factory=lambda: KnownKeys(1))
 
     @classmethod
@@ -173,7 +212,8 @@ class Standing:
         self.pages_cached = status.pages_cached
         self.pages_total = max(1, status.pages_total)
         self.foreign_tokens = max(0, status.waiting_tokens - self.prefill_tokens)
-        self.foreign_sequences = max(0, status.running - self.sequences)
+        self.foreign_sequences = max(0, status.running - self.sequences - self.prompts)
+        self.pace = Pace(status.prompt_rate, status.mixed_rate, status.mixed_step_s, status.decode_step_s)
         self.keys.update(status)
 
     def reckon(self, now: float) -> None:
@@ -183,28 +223,30 @@ class Standing:
             return
         share = math.exp(-passed / BUSY_S) if self.seen else 0.0
         self.busy = self.busy * share + (1 - share) * (self.prefill_tokens > 0)
-        if self.prefill_tokens > 0 and self.seen:
-            self.spent_s += passed
+        share = math.exp(-passed / PRESSED_S) if self.seen else 0.0
+        self.pressed = self.pressed * share + (1 - share) * (self.prefill_tokens > 0)
         self.seen = now
 
     def charge(self, tokens: int, now: float) -> None:
         """A prompt with so many tokens to compute is sent there."""
         self.reckon(now)
         self.prefill_tokens += tokens
+        self.prompts += 1
 
-    def discharge(self, tokens: int, now: float, *, computed: bool = True) -> None:
+    def expect(self, *, local: bool) -> None:
+        """A sequence will decode there; it comes when its prompt has been computed, here if `local`."""
+        self.sequences += 1
+        self.coming += not local
+
+    def came(self) -> None:
+        """Its prompt has been computed elsewhere, or will not be."""
+        self.coming -= 1
+
+    def discharge(self, tokens: int, now: float) -> None:
         """It is computed, or will not be."""
         self.reckon(now)
         self.prefill_tokens -= tokens
-        if computed:
-            self.done_tokens += tokens
-        if self.done_tokens > RATE_TOKENS:
-            self.done_tokens, self.spent_s = self.done_tokens / 2, self.spent_s / 2
-
-    @property
-    def wait_s(self) -> float:
-        """How long a prompt would wait for those before it, by the rate of the last ones; 0 before there is a rate."""
-        return self.queued * self.spent_s / self.done_tokens if self.done_tokens else 0.0
+        self.prompts -= 1
 
     @property
     def load(self) -> float:
@@ -220,6 +262,11 @@ class Standing:
     @property
     def decoding(self) -> int:
         return self.sequences + self.foreign_sequences
+
+    @property
+    def disturbed(self) -> int:
+        """Sequences that a prompt would meet there."""
+        return self.decoding - self.coming
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,12 +336,13 @@ def place(
     prefills = [s for s in usable if s.may_prefill()]
     decodes = [s for s in usable if s.may_decode()]
     if not usable or (prefills and decodes):
-        if help_out and prefills and min(s.wait_s for s in prefills) > HELP_WAIT_S:
+        if help_out:
             prefills = usable
         return _pair(prompt, prefills, decodes, can_meet, seconds_per_byte, avoid)
     if (prefills and not borrow_decode) or (decodes and not borrow_prefill):
         return None
-    chosen = min(usable, key=lambda s: (s.id in avoid.workers, *_prefill_key(prompt, s)))
+    paces = _paces(usable)
+    chosen = min(usable, key=lambda s: (s.id in avoid.workers, *_prefill_key(prompt, s, paces[s.id])))
     to_compute = len(prompt) - prompt.known(chosen)
     return Placement(chosen.id, chosen.id, to_compute, "decode" if prefills else "prefill")
 
@@ -307,8 +355,10 @@ def _pair(
     seconds_per_byte: SecondsPerByte,
     avoid: Avoid,
 ) -> Placement | None:
-    by_prefill = sorted(prefills, key=lambda s: _prefill_key(prompt, s))
-    loads = {s.id: _decode_key(prompt, s) for s in decodes}
+    paces = _paces({s.id: s for s in (*prefills, *decodes)}.values())
+    by_prefill = sorted(prefills, key=lambda s: _prefill_key(prompt, s, paces[s.id]))
+    most = max((s.decoding for s in decodes), default=0) or 1
+    loads = {s.id: _decode_key(prompt, s, paces[s.id], most) for s in decodes}
     second_best: Placement | None = None
     for p in by_prefill:
         fitting = [d for d in decodes if d is p or (p.may_prefill() and can_meet(p.id, d.id))]
@@ -350,19 +400,38 @@ def _stay_or_go(p: Standing, fitting: list[Standing], keys: dict[str, DecodeKey]
         return best
     full, load, _ = keys[p.id]
     best_full, best_load, _ = keys[best.id]
-    return p if full == best_full and load <= best_load + LOCAL_WORTH / p.max_sequences else best
+    return p if full == best_full and load <= best_load + LOCAL_WORTH / p.max_sequences + HANDOFF_WORTH else best
 
 
-def _prefill_key(prompt: Prompt, s: Standing) -> tuple[float, int]:
-    """Smaller is better: tokens of waiting, one's own and that of others; then turns."""
-    own = (len(prompt) - prompt.known(s)) * (1 + THRIFT + HARM * s.decoding)
-    return (s.queued + own * (1.0 if s.may_prefill() else HELP), s.chosen)
+def _paces(standings: Collection[Standing]) -> dict[str, Pace]:
+    told = [s.pace for s in standings]
+    return {s.id: s.pace.known(told) for s in standings}
 
 
-def _decode_key(prompt: Prompt, s: Standing) -> DecodeKey:
+def _prefill_key(prompt: Prompt, s: Standing, pace: Pace) -> tuple[float, int]:
+    """Smaller is better: seconds that the prompt waits, is computed, and delays others; then turns.
+
+    Those delayed are the prompts behind it, about as many as are before it, and the sequences that decode there.
+    """
+    rate = _rate(s, pace)
+    harmed = HARM * s.decoding if s.may_prefill() else HARM_APART * max(1, s.disturbed)
+    pressed = s.pressed if s.role == "prefill" else 0.0
+    behind = s.prompts / (1.0 - min(pressed, PRESSED_MOST))
+    own = (len(prompt) - prompt.known(s)) / rate
+    return (s.queued / rate + own * (1.0 + THRIFT + behind + harmed * pace.slowed), s.chosen)
+
+
+def _rate(s: Standing, pace: Pace) -> float:
+    """Prompt tokens a second there now."""
+    return pace.mixed_rate if s.disturbed > 0 else pace.prompt_rate
+
+
+def _decode_key(prompt: Prompt, s: Standing, pace: Pace, most: int) -> DecodeKey:
     """Smaller is better: room for the prompt now, then load less what the known prefix is worth, then turns."""
     known = prompt.known(s)
     needed = (len(prompt) - known) // s.page_tokens + 1
     full = s.pages_free + s.pages_cached < needed or s.decoding >= s.max_sequences
     worth = PREFIX_WORTH * known / max(1, len(prompt)) / s.max_sequences
-    return (full, s.load + BUSY_WORTH * s.busy - worth, s.chosen)
+    busy = max(s.busy, min(1.0, s.queued / _rate(s, pace)))  # what is queued will take its share of the next second
+    disturbance = busy * (pace.slowed + pace.lost * (1.0 - s.decoding / most))
+    return (full, s.load + disturbance - worth, s.chosen)
