@@ -167,7 +167,8 @@ def test_prompt_graphs_take_no_more_memory_than_is_reckoned(tmp_path: Path):
     _, fast = runners(opened)
     pieces = fast._pieces
     print(f"{pieces.capture_s:.2f} s, {pieces.taken_bytes / 2**20:.1f} MiB")
-    assert pieces.taken_bytes <= piece_bytes(opened.model.config, 2, opened.prompt_rows)
+    workspace = 64 << 20  # of cuBLAS on the runner's stream, which any step would need
+    assert pieces.taken_bytes <= piece_bytes(opened.model.config, 2, opened.prompt_rows) + workspace
 
 
 def test_a_step_is_launched_while_the_one_before_computes(tmp_path: Path):
