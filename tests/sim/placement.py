@@ -329,14 +329,18 @@ ROWS = (
 )
 
 
+APART: Sequence[Role] = ("prefill", "decode")
+BOTH: Sequence[Role] = ("both", "both")
+
+
 def table(seeds: Sequence[int] = (301, 302, 303)) -> None:
     """First token and gap between tokens, each p50 / p99 in ms, and the share within (1 s, 10 ms)."""
     for model, card, lengths, rates in ROWS:
         for rate in rates:
             cells = []
             for roles, rest in (
-                (("prefill", "decode"), {"help_out": False}), (("prefill", "decode"), {}),
-                (("both", "both"), {"meet": False}), (("both", "both"), {}),
+                (APART, {"help_out": False}), (APART, {}),
+                (BOTH, {"meet": False}), (BOTH, {}),
             ):  # fmt: skip
                 loads = [jobs(rate, 40, *lengths, seed) for seed in seeds]
                 found = simulate(roles, card, (8192, 512), loads, 0.007, **rest)

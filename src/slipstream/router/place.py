@@ -40,6 +40,7 @@ from slipstream.types import Role
 PREFIX_WORTH = 2.0  # sequences that a fully known prefix may outweigh when a decode worker is chosen
 LOCAL_WORTH = 1.0  # sequences by which another worker must be ahead before a request leaves the one that prefills it,
 HANDOFF_WORTH = 0.02  # and share of its time decoding that must be won there
+HELP_WAIT_S = 0.1  # how long a prompt must wait at every prefill worker before decode workers are considered
 THRIFT = 0.1  # how much dearer a token to compute is than one to wait for: it takes others' time too
 HARM = 0.5  # what a second that a decoding sequence loses to a prompt weighs against a second's wait for a first token
 HARM_APART = 3.0  # the same on workers with the role `decode`, which are there so that tokens come evenly
@@ -336,7 +337,7 @@ def place(
     prefills = [s for s in usable if s.may_prefill()]
     decodes = [s for s in usable if s.may_decode()]
     if not usable or (prefills and decodes):
-        if help_out:
+        if help_out and _may_help(prefills, decodes, can_meet):
             prefills = usable
         return _pair(prompt, prefills, decodes, can_meet, seconds_per_byte, avoid)
     if (prefills and not borrow_decode) or (decodes and not borrow_prefill):
@@ -345,6 +346,14 @@ def place(
     chosen = min(usable, key=lambda s: (s.id in avoid.workers, *_prefill_key(prompt, s, paces[s.id])))
     to_compute = len(prompt) - prompt.known(chosen)
     return Placement(chosen.id, chosen.id, to_compute, "decode" if prefills else "prefill")
+
+
+def _may_help(prefills: list[Standing], decodes: list[Standing], can_meet: CanMeet) -> bool:
+    """Whether prompts wait at all prefill workers, and not for want of a route."""
+    paces = _paces(prefills)
+    if any(s.queued < HELP_WAIT_S * _rate(s, paces[s.id]) for s in prefills):
+        return False
+    return any(can_meet(p.id, d.id) for p in prefills for d in decodes if d is not p)
 
 
 def _pair(
