@@ -135,6 +135,8 @@ async def test_the_page_and_its_files_are_served_closed_to_everything_else():
         assert (await fetched(home, "/dashboard/nothing.js"))[0] == 404
         assert (await fetched(home, "/dashboard/..%2fhandlers.py"))[0] == 404
         assert (await fetched(home, "/dashboard/"))[2]["location"] == "../dashboard"
+        status, _, headers = await fetched(home, "/")
+        assert (status, headers["location"]) == (307, "dashboard")
 
 
 async def test_with_a_key_the_page_is_open_and_its_data_are_not():

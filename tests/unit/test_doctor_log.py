@@ -169,6 +169,12 @@ LINES = {
     ],
     "native-crash": ["Fatal Python error: Segmentation fault", "worker exited with code -11", "exit code 139"],
     "cuda-library-missing": ["ImportError: libcudart.so.12: cannot open shared object file: No such file or directory"],
+    "no-driver": [
+        "OSError: libcuda.so.1: cannot open shared object file: No such file or directory",
+        "RuntimeError: Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU",
+    ],
+    "illegal-gpu-access": ["torch.AcceleratorError: CUDA error: an illegal memory access was encountered"],
+    "nccl-failed": ["RuntimeError: NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO for details)"],
     "huge-pages-missing": ["mmap with MAP_HUGETLB failed: Cannot allocate memory"],
     "fallback-to-tcp": ["W0610 multi_transport.cpp:40] RDMA init failed, falling back to TCP transport"],
     "ucx-unreachable": ["select.c:631 UCX ERROR no active messages transport to node2:99: Destination is unreachable"],

@@ -227,6 +227,7 @@ def _routes(generator: Generator, admin: Admin, dashboard: Dashboard) -> dict[st
         "/v1/requests": {"GET": generator.stories.index},
         "/workers": {"GET": admin.workers, "POST": admin.add_worker},
         "/audit": {"GET": admin.audit},
+        "/": {"GET": dashboard.root},
         "/dashboard": {"GET": dashboard.page},
         "/dashboard/": {"GET": dashboard.slash},
         "/dashboard/state": {"GET": dashboard.state},

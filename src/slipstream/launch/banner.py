@@ -90,7 +90,8 @@ def banner(
     problems = [f"warning: {m.name}: {problem}" for m in members for problem in [m.problem, *m.problems] if problem]
     if problems:
         parts.append("\n".join(problems))
-    parts += ["try it:", curl_line(url, model, chats=chats, with_key=with_key), "Ctrl-C ends it."]
+    parts += ["try it:", curl_line(url, model, chats=chats, with_key=with_key)]
+    parts.append(f"see it: {url}/dashboard, slipstream timeline --url {url}. Ctrl-C ends it.")
     return "\n" + "\n\n".join(parts) + "\n"
 
 

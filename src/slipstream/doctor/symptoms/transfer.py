@@ -86,7 +86,6 @@ SYMPTOMS = (
         "A CUDA library of another version is wanted",
         "libcudart.so.{n}: cannot open shared object file",
         "libcudart.so: cannot open shared object file",
-        "libcuda.so.1: cannot open shared object file",
         "libnvrtc.so.{n}: cannot open shared object file",
         cause="a wheel for one major version of CUDA in an image with another, or a CUDA build on a machine without",
         remedies=("install the wheel for the CUDA version that is here", "or its CPU build"),

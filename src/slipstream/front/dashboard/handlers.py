@@ -58,7 +58,7 @@ class Dashboard:
         self._findings = Findings(key)
         self._backend = backend
         self._health = health
-        self.open_paths = frozenset({PAGE, PREFIX, *(PREFIX + name for name in self._files)})
+        self.open_paths = frozenset({"/", PAGE, PREFIX, *(PREFIX + name for name in self._files)})
 
     def start(self) -> None:
         """On the running event loop."""
@@ -72,6 +72,10 @@ class Dashboard:
 
     async def page(self, exchange: Exchange) -> None:
         await self._send_file(exchange, "index.html")
+
+    async def root(self, exchange: Exchange) -> None:
+        """Who opens the server's address in a browser wants to see it."""
+        await exchange.reply(307, b"", KINDS["html"], [(b"location", b"dashboard"), *SAFE])
 
     async def slash(self, exchange: Exchange) -> None:
         await exchange.reply(308, b"", KINDS["html"], [(b"location", b"../dashboard"), *SAFE])
