@@ -224,7 +224,7 @@ SYMPTOMS = (
         remedies=(
             "restart the worker",
             "CUDA_LAUNCH_BLOCKING=1 shows which kernel it was",
-            "the kernel's log (dmesg) may name a fault of the board: Xid 13 or 31 is the program's, others the machine's",
+            "the kernel's log (dmesg) may name a fault of the board; Xid 13 and 31 are the program's",
         ),
         checks="gpu.kernel-log",
     ),

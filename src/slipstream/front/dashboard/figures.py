@@ -89,7 +89,7 @@ def quantile(buckets: Mapping[float, float], q: float, before: Mapping[float, fl
         if count >= rank and count > below:
             if math.isinf(bound):
                 return low or None
-            return low + (bound - low) * (rank - below) / (count - below)
+            return min(bound, low + (bound - low) * (rank - below) / (count - below))  # rounding can pass the bound
         low, below = (low if math.isinf(bound) else bound), count
     return None
 
