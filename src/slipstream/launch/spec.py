@@ -30,6 +30,7 @@ from slipstream.launch.devices import Machine
 from slipstream.types import Role
 
 ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
+MOST_WORKERS = 256  # of one number: what is more is a slip of the keyboard, and would take the machine down
 _PART = re.compile(r"(?:(\d+)x)?(?:tp(\d+)@)?(.+)")
 _COUNT = re.compile(r"(?:(\d+)x)?tp(\d+)")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -118,9 +119,9 @@ def _default_specs(machine: Machine, device: str, tp: int) -> dict[Role, str]:
 def _parse(flag: str, text: str, machine: Machine, tp: int) -> list[_Where] | _Count:
     """The workers whose devices a spec names, or the count that it is."""
     if text.isdigit():
-        return _Count(int(text), tp)
+        return _Count(_number(flag, text, text), tp)
     if match := _COUNT.fullmatch(text):
-        return _Count(int(match[1] or 1), _ranks(flag, text, match[2]))
+        return _Count(_number(flag, text, match[1] or "1"), _ranks(flag, text, match[2]))
     workers: list[_Where] = []
     size, times = tp, 1  # of the worker whose devices are being listed
     listed: list[str] = []
@@ -131,7 +132,7 @@ def _parse(flag: str, text: str, machine: Machine, tp: int) -> list[_Where] | _C
             raise _wrong(flag, text, f"{part!r} is neither a count nor a device", machine)
         if match[1] or match[2]:
             _refuse_rest(flag, text, listed, size)
-            size, times = _ranks(flag, text, match[2]) if match[2] else tp, int(match[1] or 1)
+            size, times = _ranks(flag, text, match[2]) if match[2] else tp, _number(flag, text, match[1] or "1")
         elif not listed:
             size, times = tp, 1
         found, on_gpu = _devices(flag, text, match[3], machine, on_gpu or match[2] is not None)
@@ -156,6 +157,15 @@ def _devices(flag: str, text: str, what: str, machine: Machine, on_gpu: bool) ->
     if what.startswith("cuda:") or (on_gpu and what[:1].isdigit()):
         return list(_by_number(flag, text, what.removeprefix("cuda:"), machine)), True
     raise _wrong(flag, text, f"{what!r} is neither a count nor a device", machine)
+
+
+def _number(flag: str, text: str, digits: str) -> int:
+    if len(digits) > len(str(MOST_WORKERS)) or int(digits) > MOST_WORKERS:
+        raise ConfigError(
+            f"{flag} {text}: at most {MOST_WORKERS} workers are started at once, not {digits}. Ask for fewer, or start "
+            "more yourself and let them join: slipstream worker --join."
+        )
+    return int(digits)
 
 
 def _ranks(flag: str, text: str, digits: str) -> int:
