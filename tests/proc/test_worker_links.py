@@ -189,3 +189,27 @@ async def test_a_request_that_the_engine_cannot_take_is_answered(router: Link, m
     assert "a fault nobody thought of" in failed.message
     router.send(wire.Submit(request=request("f", tokens=1)))
     assert (await answers(router, wire.StepOutput)).tokens[0].request == "f"
+
+
+async def test_a_worker_that_is_told_to_stop_says_so_and_finishes_what_it_has(tmp_path) -> None:
+    engine = EngineConfig(model=str(tiny_model(tmp_path, "llama")), dtype="float32", kv_tokens=1024, threads=1)
+    config = WorkerConfig(role="both", name="leaving", heartbeat_s=60.0)  # no heartbeat tells it
+    with Worker(engine, config, TransferConfig()) as worker:
+        link = await Link.connect(worker.info.wire, to_router)
+        link.send(wire.Hello(kind="router", id="r"))
+        assert isinstance(await link.receive(), wire.Welcome)
+        link.send(wire.Submit(request=request("long", tokens=400)))
+        await answers(link, wire.StepOutput)
+        stopping = asyncio.create_task(asyncio.to_thread(worker.stop, 30.0))
+        finish, told = None, False
+        async with asyncio.timeout(30):
+            while finish is None or not told:
+                message = await link.receive()
+                assert message is not None, (finish, told)
+                if isinstance(message, wire.Status):
+                    told = told or message.draining
+                elif isinstance(message, wire.StepOutput):
+                    finish = message.tokens[-1].finish
+        assert finish == "length"
+        await stopping
+        link.close()

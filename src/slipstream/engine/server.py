@@ -104,6 +104,12 @@ class WorkerServer:
 
         self.call(open_port()).result()
 
+    def drain(self) -> None:
+        """Nothing new is taken from now on, and every router is told at once. From any thread, after `attach`."""
+        assert self._post is not None
+        self.state = "draining"
+        self._post(EngineCore.drain, self._publish)
+
     def stop(self) -> None:
         """Closes all ports and links and ends the thread. May be called twice."""
         if self._thread.is_alive():
@@ -240,8 +246,7 @@ class WorkerServer:
                     self._peers.meet(router, peers)
                 case wire.Drain():
                     self.state = "draining"
-                    events.append(EngineCore.drain)
-                    self._publish_soon()
+                    events += [EngineCore.drain, self._publish]  # behind what was sent before
                 case _:
                     logger.warning("router %s sent %s, which has no meaning here", router, type(message).__name__)
         if events:

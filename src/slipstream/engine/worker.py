@@ -310,8 +310,7 @@ class Worker:
     def stop(self, drain_s: float = 0.0) -> None:
         """Finishes what is here for up to `drain_s` seconds, then ends all threads and frees the pool."""
         if self._loop is not None and self._server is not None and drain_s > 0 and self._failure is None:
-            self._server.state = "draining"
-            self._loop.post(EngineCore.drain)
+            self._server.drain()
             deadline = time.monotonic() + drain_s
             while not self._idle() and time.monotonic() < deadline:
                 time.sleep(0.02)
