@@ -171,6 +171,7 @@ class Worker:
             return
         event()
         if self._under_way:
+            self.core.answer_offers()
             self.deliver()
         else:
             self.wake()
