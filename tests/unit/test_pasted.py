@@ -42,7 +42,8 @@ def test_texts_shorter_than_any_mark(tmp_path: Path, data: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("data", "said"),
-    [(b"abc\0def", "is no text"), (b"x" * 2000, "longer than"), (gzip.compress(b"x" * 99, mtime=0)[:-9], "cannot be unpacked"),
+    [(b"abc\0def", "is no text"), (b"x" * 2000, "longer than"),
+     (gzip.compress(b"x" * 99, mtime=0)[:-9], "cannot be unpacked"),
      (b"\x1f\x8b\x00", "cannot be unpacked"), (gzip.compress(b"x" * 3000, mtime=0), "longer than")],
 )  # fmt: skip
 def test_what_is_no_pasted_text_is_refused(
