@@ -66,7 +66,7 @@ def test_a_chat_load_has_prompts_of_about_the_wanted_length(server: Server, tmp_
         "--input", "300", "--output", "4",
     )  # fmt: skip
     assert report.rates[0].ok == 8
-    assert all(abs(row.input - 300) <= 60 for row in report.requests)
+    assert all(abs(row.input - 300) <= 60 for row in report.requests), [row.input for row in report.requests]
 
 
 def test_a_trace_with_shared_prefixes_hits_the_cache(server: Server, tmp_path: Path) -> None:

@@ -163,14 +163,15 @@ async def _token_ids(client: Client, target: Target) -> Target:
 async def measure_words(client: Client, target: Target) -> Target:
     """Learns from the usage of two texts how many words make how many tokens."""
     counts = []
-    for words in (64, 192):
-        stream = await _sent(client, target, _prompt(target, " ".join((WORDS * 2)[:words])))
+    texts = WORDS[::3], WORDS  # apart by words from all over the list, as prompts draw them
+    for words in texts:
+        stream = await _sent(client, target, _prompt(target, " ".join(words)))
         counts.append(stream.prompt_tokens)
     few, many = counts
     if few is None or many is None or many <= few:
         return _noted(target, "it tells no prompt lengths: a word is taken for a token")
-    slope = (many - few) / 128
-    return replace(target, words_per_token=1 / slope, overhead_tokens=few - 64 * slope)
+    slope = (many - few) / (len(texts[1]) - len(texts[0]))
+    return replace(target, words_per_token=1 / slope, overhead_tokens=few - len(texts[0]) * slope)
 
 
 async def characters_per_token(client: Client, target: Target, texts: list[str]) -> float:
