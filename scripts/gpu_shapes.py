@@ -16,6 +16,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from gpu_engine import graph_us
+
 KINDS = ("qkv", "output", "gate_up", "down", "head")
 FEW = ((64, 64, 6), (64, 128, 4), (64, 128, 6), (64, 256, 3), (128, 64, 5), (128, 128, 3))
 FEW_GATED = ((64, 64, 5), (64, 64, 8), (64, 128, 2), (64, 128, 3), (64, 128, 4), (128, 64, 4))
@@ -52,23 +54,6 @@ def main() -> None:
                     decode(shape, batch, opened, ops)
         del opened, ops
         torch.cuda.empty_cache()
-
-
-def graph_us(call: Any, layers: list[Any], repeats: int = 10) -> float:
-    """Microseconds a layer of `call(layer)` over all layers in one CUDA graph."""
-    import torch
-
-    from slipstream.bench.engine import device_ms
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call(layers[0])
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for layer in layers:
-            call(layer)
-    return device_ms(graph.replay, repeats) * 1e3 / len(layers)
 
 
 def opened_ops(shape: str) -> tuple[Any, Any]:
