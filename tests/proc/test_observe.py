@@ -253,9 +253,11 @@ def test_metrics_count_what_has_been_done(cluster: Cluster) -> None:
     answer = cluster.complete("numbers " + LONG, 12)
 
     def settled() -> bool:
-        return value(text_of(workers["prefill-0"]), "slipstream_worker_requests") == 0
+        at_p, at_d = text_of(workers["prefill-0"]), text_of(workers["decode-0"])
+        under_way = value(at_p, "slipstream_worker_requests") + value(at_d, "slipstream_worker_requests")
+        return under_way + value(at_d, "slipstream_worker_pages", state="used") == 0
 
-    until(settled, "the handoff to be over at the prefill worker")
+    until(settled, "both workers to have nothing left of the request")
     p1, d1, front = text_of(workers["prefill-0"]), text_of(workers["decode-0"]), text_of(cluster.server.url)
 
     def grown(before: str, after: str, name: str, **labels: str) -> float:
@@ -274,7 +276,6 @@ def test_metrics_count_what_has_been_done(cluster: Cluster) -> None:
     assert grown(d0, d1, "slipstream_worker_inter_token_seconds_count") == 11
     assert value(front, "slipstream_router_worker_up", worker="decode-0") == 1
     assert value(front, "slipstream_router_route_bytes_per_second", source="prefill-0", destination="decode-0") > 0
-    assert value(d1, "slipstream_worker_pages", state="used") == 0
     # the same under another engine's names
     assert value(front, "vllm:generation_tokens_total", engine="0") == value(front, "slipstream_generated_tokens_total")
     assert value(d1, "vllm:num_requests_running", model_name="smollm2") == 0
