@@ -54,8 +54,9 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     `id` is unique over all routers. `output_ids` is empty, except when a request is continued elsewhere after its
     worker was lost: then it holds the tokens that the client already has, and generation goes on behind them.
-    `attempt` counts these continuations; a message about an earlier attempt is stale and ignored. `trace` holds the W3C
-    headers (`traceparent`, `tracestate`) of the trace that it belongs to, where there is one.
+    `attempt` counts these continuations; a message about an earlier attempt is stale and ignored. Whatever people see
+    (timelines, logs, traces) counts attempts from 1, the first placement. `trace` holds the W3C headers (`traceparent`,
+    `tracestate`) of the trace that it belongs to, where there is one.
     """
 
     id: str

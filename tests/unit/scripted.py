@@ -33,7 +33,7 @@ class ScriptedHistory:
     """Nothing happens at workers that do not exist."""
 
     events: dict[str, Any] = field(default_factory=dict)
-    missing: list[dict[str, str]] = field(default_factory=list)
+    missing: dict[str, list[dict[str, str]]] = field(default_factory=dict)
 
 
 class Stage:

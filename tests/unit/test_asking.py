@@ -8,6 +8,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -159,20 +161,49 @@ def test_timeline_says_of_a_stranger_that_it_is_one(body: bytes, status: bytes, 
     assert "no slipstream front" in result.exception.message
 
 
-def test_a_request_that_is_forgotten_meanwhile_is_left_out() -> None:
-    listed = dict.fromkeys(timeline_command.SUMMARY, None) | {"created": 1.0, "e2e_s": 1.0}
-    data = [{**listed, "id": name} for name in ("kept", "gone")]
+GAP = {"where": "decode-0", "reason": "the worker did not answer within 2 s"}
+MISSING = "decode-0: its part of 2 of 3 requests is missing: the worker did not answer within 2 s"
+
+
+def three_requests() -> list[dict[str, Any]]:
+    """As a front lists them with their events; a worker's part of two of them is missing."""
+    about: dict[str, Any] = dict.fromkeys(timeline_command.SUMMARY, None)
+    about |= {"created": 1.0, "e2e_s": 1.0, "prompt_tokens": 3, "output_tokens": 2, "attempts": 1, "events": []}
+    return [{**about, "id": f"cmpl-{n}", "missing": [GAP] if n else []} for n in range(3)]
+
+
+@pytest.mark.parametrize("arguments", [["--json"], ["--perfetto", "trace.json"], []])
+def test_all_timelines_come_with_one_question_and_who_did_not_answer_is_said(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.chdir(tmp_path)
 
     def answer(connection: socket.socket, over: threading.Event) -> None:
-        path = connection.recv(65536).split(b" ")[1].decode()
-        body = {**data[0], "events": []} if "kept" in path else {"data": data, "now": 2.0}
-        gone = reply(b'{"error": {"message": "no request"}}', b"HTTP/1.1 404 Not Found\r\n")
-        connection.sendall(gone if "gone" in path else reply(json.dumps(body).encode()))
+        asked.append(connection.recv(65536).split(b" ")[1].decode())
+        connection.sendall(reply(json.dumps({"data": three_requests()}).encode()))
 
     with listening(answer) as url:
-        result = CliRunner().invoke(cli, ["timeline", "--url", url, "--json"])
+        result = CliRunner().invoke(cli, ["timeline", "--url", url, "--window", "7.5", *arguments])
     assert result.exit_code == 0, result.output
-    assert [one["id"] for one in json.loads(result.output)] == ["kept"]
+    assert asked == ["/v1/requests?limit=1000&events=true&window=7.5"]
+    if arguments == ["--json"]:
+        assert json.loads(result.stdout) == three_requests()
+    assert MISSING in (result.stderr if arguments else result.stdout)
+
+
+def test_what_is_piped_is_as_wide_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def longest(columns: str | None) -> int:
+        monkeypatch.delenv("COLUMNS", raising=False)
+        if columns is not None:
+            monkeypatch.setenv("COLUMNS", columns)
+        with listening(says(json.dumps({"data": three_requests()}).encode())) as url:
+            result = CliRunner().invoke(cli, ["timeline", "--url", url])
+        assert result.exit_code == 0, result.output
+        return max(map(len, result.stdout.splitlines()))
+
+    assert longest("40") <= 40 < longest(None)
+    assert longest("") == longest(None)
 
 
 @pytest.mark.parametrize("window", ["nan", "inf"])

@@ -99,7 +99,7 @@ def test_a_snapshot_is_read_back(tmp_path: Path):
     saved = str(tmp_path / "machine.json")
     first = slipstream("topo", "--from", *SEED, "--save", saved, "--json")
     again = slipstream("topo", "--from", saved, "--json")
-    assert json.loads(first.output)["machine"] == json.loads(again.output)["machine"]
+    assert json.loads(first.stdout)["machine"] == json.loads(again.output)["machine"]
 
 
 def test_standard_input_is_a_file_too():

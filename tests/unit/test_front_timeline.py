@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from tests.unit.front_house import MESSAGES, House, house, saying, until
 
 from slipstream.errors import QueueFull
 from slipstream.front import timeline
+from slipstream.router.history import PastEvent
+from slipstream.telemetry import clock
 
 KEYS = [
     "id", "request_id", "endpoint", "model", "state", "created", "prompt_tokens", "output_tokens", "cached_tokens",
@@ -85,3 +89,54 @@ async def test_a_limit_that_is_none_is_refused(limit: str) -> None:
     async with house(saying("a")) as h:
         status, body, _ = await h.request("GET", f"/v1/requests?limit={limit}")
         assert (status, body["error"]["param"]) == (400, "limit")
+
+
+class Told:
+    """What a router's history says of requests: `events` of all of them, and whose part of the odd ones is missing."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        event = PastEvent(name="queued", where="p", start=clock.now(), duration_s=0.0, attributes={})
+        self.events = {name: [event] for name in names}
+        self.missing = {name: [{"where": "d", "reason": "gone"}] * 2 for name in names[1::2]}
+
+
+async def test_all_timelines_come_together_with_one_look_at_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with house(saying("a")) as h:
+        ids = [(await h.post("/v1/completions", {"prompt": "xy"}))[1]["id"] for _ in range(5)]
+        looks: list[list[str]] = []
+
+        async def history(names: Sequence[str]) -> Told:
+            looks.append(list(names))
+            return Told(names)
+
+        monkeypatch.setattr(h.router, "history", history)
+        found = await listed(h, "?limit=4&events=true")
+        (own,) = [(await h.request("GET", f"/v1/requests/{ids[4]}/timeline"))[1]]
+    assert [one["id"] for one in found] == ids[:0:-1]
+    assert [len(names) for names in looks] == [4, 1]
+    assert all({event["name"] for event in one["events"]} == {"received", "queued", "finished"} for one in found)
+    assert [[gap["where"] for gap in one["missing"]] for one in found] == [[], ["d"], [], ["d"]]
+    assert own["events"][0] == found[0]["events"][0]
+
+
+async def test_a_window_takes_what_was_under_way_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with house(saying("a")) as h:
+        for name in ("old", "new"):
+            await h.post("/v1/completions", {"prompt": "xy"}, x_request_id=name)
+        stories = h.app.generator.stories
+        await until(lambda: all((s := stories.find(name)) and s.state == "finished" for name in ("old", "new")))
+        old = stories.find("old")
+        assert old is not None
+        old.created -= 100
+        assert [one["request_id"] for one in await listed(h, "?window=50")] == ["new"]
+        assert [one["request_id"] for one in await listed(h, "?window=150.5")] == ["new", "old"]
+        assert await listed(h, "?window=150&limit=1") == await listed(h, "?window=50")
+        old.e2e_s = None
+        assert len(await listed(h, "?window=50")) == 2
+
+
+@pytest.mark.parametrize("query", ["window=x", "window=-1", "window=nan", "window=inf", "events=yes", "events=1"])
+async def test_a_window_or_a_choice_that_is_none_is_refused(query: str) -> None:
+    async with house(saying("a")) as h:
+        status, body, _ = await h.request("GET", f"/v1/requests?{query}")
+        assert (status, body["error"]["param"]) == (400, query.partition("=")[0])

@@ -307,7 +307,7 @@ async def test_a_prefill_worker_that_sees_the_death_first_does_not_cost_the_seco
     d.mute = True  # its link still stands while its peer speaks of it already
     p.say(failed("worker_lost", retriable=True))
     p._drop(("r", 0))
-    await until(lambda: router.audit().requests[0].attempt == 1)
+    await until(lambda: router.audit().requests[0].attempt == 2)
     await until(lambda: len(p.submitted) == 2)
     assert p.submitted[-1].decode_at != d.info.wire
     await d.kill()

@@ -371,6 +371,22 @@ def test_many_requests_are_bars_on_one_scale() -> None:
     assert drawn(draw.many([]), 80).strip() == "no requests yet"
 
 
+def test_stages_are_told_apart_without_colour_by_the_marks_that_the_legend_names() -> None:
+    text = drawn(
+        draw.many([timeline(events=[event(name, "w", 0.1 * at, 0.1) for at, name in enumerate(draw.STAGES)])]), 160
+    )
+    bar, legend = text.splitlines()[1:3]
+    marks = dict(re.findall(r"(\S) (queued|prefill|KV copy|decode)\b", legend))
+    assert len(marks) == 4
+    found = "".join(dict.fromkeys(letter for letter in bar if letter in marks))
+    assert [marks[letter] for letter in found] == ["queued", "prefill", "KV copy", "decode"]
+    assert "resubmitted" not in legend
+    broken = [*timeline()["events"], event("resubmitted", "router", 0.5, 0.0)]
+    bar, legend = drawn(draw.many([timeline(events=broken)]), 200).splitlines()[1:3]
+    assert "! failed, resubmitted or cancelled" in legend
+    assert "!" in bar
+
+
 @pytest.mark.parametrize("width", [48, 60, 80, 120, 240])
 def test_many_requests_keep_their_ids_and_bars_on_a_narrow_terminal(width: int) -> None:
     name = "chatcmpl-86476fccc86471aeb21c2980"
@@ -378,7 +394,7 @@ def test_many_requests_keep_their_ids_and_bars_on_a_narrow_terminal(width: int) 
     lines = text.splitlines()
     assert max(map(len, lines)) <= width
     row = next(line for line in lines if line.startswith(name))
-    assert row.count("█") >= 3
+    assert row.count("█") + row.count("━") >= 3
 
 
 def test_minutes_without_requests_do_not_squeeze_the_bars() -> None:
@@ -386,8 +402,8 @@ def test_minutes_without_requests_do_not_squeeze_the_bars() -> None:
     assert "scale 2.10 s" in text
     assert "598.90 s without requests are left out" in text
     first, second = (next(line for line in text.splitlines() if line.startswith(name)) for name in ("cmpl-1", "cmpl-2"))
-    assert first.rindex("█") < second.index("█")
-    assert min(first.count("█"), second.count("█")) > 10
+    assert first.rindex("━") < second.index("█")
+    assert min(first.count("━"), second.count("━")) > 10
     assert "left out" not in drawn(draw.many([timeline(), timeline("cmpl-2", 1000.5)], 160), 160)
 
 

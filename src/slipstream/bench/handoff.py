@@ -29,8 +29,9 @@ from typing import Any
 import click
 import msgspec
 
-from slipstream import wire
+from slipstream import outfile, wire
 from slipstream.bench.handoff_worker import HandoffOptions
+from slipstream.bench.report import write_json
 from slipstream.bench.transfer import default_memory
 from slipstream.config import TransferConfig
 from slipstream.errors import SlipstreamError
@@ -284,6 +285,8 @@ def command(
 ) -> None:
     import tempfile
 
+    if json_path:
+        outfile.check(json_path)
     wanted = parse_cases(cases)
     layers, heads, dim = (int(number) for number in layout.split("x"))
     sides = tuple(memory.split(",")) if memory else default_memory()
@@ -312,7 +315,7 @@ def command(
             raise click.ClickException(error.message) from error
     print(f"{options.layout.fingerprint_text}, {sides[0]} to {sides[1]}; {time.monotonic() - began:.1f} s in all")
     if json_path:
-        json_path.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1) + b"\n")
+        write_json(rows, json_path)
 
 
 if __name__ == "__main__":

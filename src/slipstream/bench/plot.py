@@ -7,12 +7,14 @@ everything else.
 
 from __future__ import annotations
 
+import io
 import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from slipstream import outfile
 from slipstream.errors import ConfigError, MissingExtra
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -51,6 +53,7 @@ class Panel:
 
 def check_path(path: Path) -> None:
     """Raises ConfigError or MissingExtra, for a benchmark to call before it measures for an hour."""
+    outfile.check(path)
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"cannot draw into {path}: end its name in one of {', '.join(SUFFIXES)}.")
     try:
@@ -60,9 +63,9 @@ def check_path(path: Path) -> None:
 
 
 def draw(panels: Sequence[Panel], path: Path, *, title: str = "", note: str = "", columns: int = 3) -> None:
-    """Writes the panels into a PNG, SVG or PDF file, by its name. `note` stands below, wrapped.
+    """Writes the panels into a PNG, SVG or PDF file, by its name, and says so. `note` stands below, wrapped.
 
-    Raises ConfigError (another kind of file) or MissingExtra (no matplotlib).
+    Raises ConfigError (another kind of file, one that cannot be written) or MissingExtra (no matplotlib).
     """
     check_path(path)
     from matplotlib import rc_context
@@ -85,7 +88,9 @@ def draw(panels: Sequence[Panel], path: Path, *, title: str = "", note: str = ""
         if note:
             lines = (line for part in note.splitlines() for line in textwrap.wrap(part, 55 * columns))
             figure.supxlabel("\n".join(lines), fontsize=7, color="0.35")
-        figure.savefig(path, dpi=140, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+        kind, picture = path.suffix.lower()[1:], io.BytesIO()
+        figure.savefig(picture, format=kind, dpi=140, metadata={"Date": None} if kind == "svg" else None)
+    outfile.write(path, picture.getvalue(), "the plot")
 
 
 def _colours(panels: Sequence[Panel]) -> dict[str, str]:

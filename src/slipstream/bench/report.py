@@ -8,11 +8,13 @@ import time
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from slipstream import outfile
 from slipstream.version import __version__
 
 PACKAGES = ("torch", "triton", "cuda-bindings", "numpy", "nixl-cu13", "nixl-cu12", "mooncake-transfer-engine-cuda13")
@@ -137,5 +139,6 @@ def print_transfer(report: TransferReport, console: Console) -> None:
         console.print(note, highlight=False)
 
 
-def write_json(report: msgspec.Struct, path: Path) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+def write_json(report: msgspec.Struct | list[Any], path: Path) -> None:
+    """Says what it wrote. Raises ConfigError."""
+    outfile.write(path, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n", "the results")

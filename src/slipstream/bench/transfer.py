@@ -24,6 +24,7 @@ import click
 import msgspec
 from rich.console import Console
 
+from slipstream import outfile
 from slipstream.bench.engines import ENGINES
 from slipstream.bench.report import TransferReport, TransferRow, conditions, print_transfer, size_text, write_json
 from slipstream.errors import ConfigError, MissingExtra, SlipstreamError
@@ -302,6 +303,8 @@ def command(
 
     console = Console(width=None if sys.stdout.isatty() else 140)
     try:
+        if json_path:
+            outfile.check(json_path)
         if plot:
             check_path(plot)
         sides = tuple(memory.split(",")) if memory else default_memory()

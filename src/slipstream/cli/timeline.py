@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from concurrent.futures import ThreadPoolExecutor
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import click
 
+from slipstream import outfile
 from slipstream.errors import ConfigError, SlipstreamError
 
 if TYPE_CHECKING:
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 LAST = 20
 MOST = 1000  # that a front remembers
-AT_ONCE = 8
-ANSWER_S = 10.0
+ANSWER_S = 15.0  # the front itself gives up on workers after 6
+UNKNOWN_WIDTH = 240  # of what is no terminal
 SUMMARY = frozenset(
     ("id", "model", "state", "created", "prompt_tokens", "output_tokens", "cached_tokens", "ttft_s", "attempts",
      "prefill_worker", "decode_worker", "e2e_s", "error")
@@ -63,20 +64,21 @@ def command(
         _write(perfetto, timelines)
     if as_json:
         click.echo(json.dumps(timelines[0] if name is not None else timelines, indent=1))
-    elif not perfetto:
+    if not perfetto and not as_json:
         _draw(timelines, alone=name is not None)
+    else:
+        from slipstream.telemetry import draw
+
+        click.echo("".join(f"{line}\n" for line in draw.gaps(timelines)), err=True, nl=False)
 
 
 def _write(name: str, timelines: list[dict[str, Any]]) -> None:
     from slipstream.telemetry import perfetto
 
     body = perfetto.trace(timelines)
-    try:
-        Path(name).write_text(json.dumps(body))
-    except OSError as error:
-        raise ConfigError(f"cannot write {name}: {error.strerror}.") from error
     count = sum(event["ph"] != "M" for event in body["traceEvents"])
-    click.echo(f"{name}: {count} events of {len(timelines)} requests; open it at ui.perfetto.dev", err=True)
+    what = f"{count} events of {len(timelines)} request{'s' * (len(timelines) != 1)}, for ui.perfetto.dev,"
+    outfile.write(Path(name), json.dumps(body).encode(), what)
 
 
 def _draw(timelines: list[dict[str, Any]], *, alone: bool) -> None:
@@ -85,13 +87,13 @@ def _draw(timelines: list[dict[str, Any]], *, alone: bool) -> None:
     from slipstream.telemetry import draw
 
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 240
+    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+        console.width = UNKNOWN_WIDTH
     console.print(draw.one(timelines[0], console.width) if alone else draw.many(timelines, console.width))
 
 
-def _is_summary(found: object) -> bool:
-    return isinstance(found, dict) and found.keys() >= SUMMARY
+def _is_timeline(found: object) -> bool:
+    return isinstance(found, dict) and found.keys() >= SUMMARY and isinstance(found.get("events"), list)
 
 
 class _Client:
@@ -106,28 +108,20 @@ class _Client:
         status, answer = self._get(f"/v1/requests/{quote(name, safe='')}/timeline")
         if status != 200:
             raise self._refused(status, answer)
-        if not (_is_summary(answer) and isinstance(answer.get("events"), list)):
+        if not _is_timeline(answer):
             raise self._stranger(status)
         return answer
 
     def several(self, last: int | None, window: float | None) -> list[dict[str, Any]]:
         limit = last or (LAST if window is None else MOST)
-        status, found = self._get(f"/v1/requests?limit={limit}")
+        recent = "" if window is None else f"&window={window!r}"
+        status, found = self._get(f"/v1/requests?limit={limit}&events=true{recent}")
         if status != 200:
             raise self._refused(status, found)
-        now, data = found.get("now"), found.get("data")
-        if not isinstance(now, float) or not isinstance(data, list) or not all(map(_is_summary, data)):
+        data = found.get("data")
+        if not isinstance(data, list) or not all(map(_is_timeline, data)):
             raise self._stranger(status)
-        if window is not None:
-            data = [one for one in data if one["e2e_s"] is None or one["created"] + one["e2e_s"] >= now - window]
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            found = pool.map(self._still_there, (one["id"] for one in data))
-            return [timeline for timeline in found if timeline is not None]
-
-    def _still_there(self, name: str) -> dict[str, Any] | None:
-        """None of a request that was forgotten since it was listed: a busy front keeps the last ones alone."""
-        status, answer = self._get(f"/v1/requests/{quote(name, safe='')}/timeline")
-        return answer if status == 200 and isinstance(answer.get("events"), list) else None
+        return data
 
     def _get(self, path: str) -> tuple[int, dict[str, Any]]:
         """Raises Unreachable, ConfigError."""

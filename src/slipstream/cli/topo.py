@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from slipstream.errors import ConfigError
+from slipstream import outfile
 
 
 @click.command("topo")
@@ -61,15 +61,15 @@ def command(
     machine, readings = report.load(files, root)
     plan = choose.plan(machine)
     if save:
-        _write(save, machine.to_json())
+        outfile.write(Path(save), machine.to_json(), "the snapshot")
     if svg or png:
         from slipstream.topo import draw
 
         drawing = draw.svg(machine, plan)
         if svg:
-            _write(svg, drawing.encode())
+            outfile.write(Path(svg), drawing.encode(), "the drawing")
         if png:
-            _write(png, draw.png(drawing))
+            outfile.write(Path(png), draw.png(drawing), "the drawing")
     if routes is not None:
         from slipstream.doctor import routes as shown
 
@@ -107,10 +107,3 @@ def _measured(url: str, api_key: str, as_json: bool) -> None:
 
     body = shown.ask(url, api_key)
     click.echo(shown.measured_json(body) if as_json else shown.measured(body, url))
-
-
-def _write(name: str, data: bytes) -> None:
-    try:
-        Path(name).write_bytes(data)
-    except OSError as error:
-        raise ConfigError(f"cannot write {name}: {error.strerror}.") from error

@@ -123,7 +123,7 @@ class EngineCore:
         """Takes a request. `decode_at` is the id of the peer that shall decode it, None for this worker."""
         known = self._live.get(request.id)
         if known is not None and known.request.attempt >= request.attempt:
-            logger.warning("request %s attempt %d was submitted twice; ignored", request.id, request.attempt)
+            logger.warning("request %s attempt %d was submitted twice; ignored", request.id, request.attempt + 1)
             return
         if known is not None:
             self._end(known, "superseded")

@@ -54,13 +54,13 @@ class Event(Protocol):
 
 
 class History(Protocol):
-    """Events by request id, and whose part is missing and why (`where`, `reason`)."""
+    """By request id: its events, and whose part is missing and why (`where`, `reason`)."""
 
     @property
     def events(self) -> Mapping[str, Sequence[Event]]: ...
 
     @property
-    def missing(self) -> list[dict[str, str]]: ...
+    def missing(self) -> Mapping[str, Sequence[dict[str, str]]]: ...
 
 
 class Backend(Protocol):

@@ -7,14 +7,19 @@ clients see, and by X-Request-ID. Nothing of a prompt or an answer is kept.
 
 from __future__ import annotations
 
+import asyncio
+import math
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
+
+import msgspec
 
 from slipstream.errors import ClientGone, InvalidRequest, RequestError, RouteNotFound
 from slipstream.front.answer import Answer
-from slipstream.front.backend import Backend
+from slipstream.front.backend import Backend, History
 from slipstream.front.exchange import Exchange
 from slipstream.telemetry import clock
 
@@ -99,10 +104,11 @@ class Stories:
         found = self._stories.get(name) or self._stories.get(self._by_request.get(name, ""))
         return found or self._stories.get(name.rpartition("-")[0])
 
-    def recent(self, limit: int) -> list[dict[str, Any]]:
-        """The newest first."""
-        stories = list(reversed(self._stories.values()))[:limit]
-        return [self.summary(story) for story in stories]
+    def recent(self, limit: int, window_s: float = math.inf) -> list[Story]:
+        """The newest first: those that are under way, or were in the last `window_s` seconds."""
+        begin = time.time() - window_s
+        stories = (s for s in reversed(self._stories.values()) if s.e2e_s is None or s.created + s.e2e_s >= begin)
+        return list(islice(stories, limit))
 
     def summary(self, story: Story) -> dict[str, Any]:
         numbers = counted(story.answer) if story.answer is not None else story.numbers
@@ -123,10 +129,18 @@ class Stories:
             "error": story.error,
         }
 
-    async def timeline(self, story: Story) -> dict[str, Any]:
-        """The summary with `events`, in order, and `missing` workers."""
-        names = story.engine_ids[:MOST_CHOICES]
+    async def timelines(self, stories: Sequence[Story]) -> list[msgspec.Raw]:
+        """Of each the summary with `events`, in order, and `missing` workers, as JSON; who had them is asked once."""
+        names = [name for story in stories for name in story.engine_ids[:MOST_CHOICES]]
         history = await self._backend.history(names)
+        told = []
+        for story in stories:
+            told.append(msgspec.Raw(msgspec.json.encode(self._whole(story, history))))
+            await asyncio.sleep(0)  # a thousand of them must not hold up the answers under way
+        return told
+
+    def _whole(self, story: Story, history: History) -> dict[str, Any]:
+        names = story.engine_ids[:MOST_CHOICES]
         events = list(self._own(story))
         for at, name in enumerate(names):
             for event in history.events.get(name, ()):
@@ -136,7 +150,8 @@ class Stories:
                 start = event.start - story.started
                 events.append(_event(event.name, event.where, start, event.duration_s, attributes))
         events.sort(key=lambda event: event["start_s"])
-        return {**self.summary(story), "events": events, "missing": history.missing}
+        gaps = {(gap["where"], gap["reason"]): gap for name in names for gap in history.missing.get(name, ())}
+        return {**self.summary(story), "events": events, "missing": list(gaps.values())}
 
     def _own(self, story: Story) -> Iterable[dict[str, Any]]:
         numbers = counted(story.answer) if story.answer is not None else story.numbers
@@ -153,10 +168,17 @@ class Stories:
     # ------------------------------------------------------------------------------------------ handlers
 
     async def index(self, exchange: Exchange) -> None:
+        """`limit` and `window` choose; `events=true` gives of each what its timeline has."""
         text = exchange.query("limit") or str(LIMIT)
         if not (text.isascii() and text.isdigit() and len(text) < 7 and 1 <= int(text) <= RECENT):
             raise InvalidRequest(f"limit must be a number from 1 to {RECENT}; {text!r} was given", param="limit")
-        await exchange.json({"object": "list", "now": time.time(), "data": self.recent(int(text))})
+        events = exchange.query("events") or "false"
+        if events not in ("true", "false"):
+            raise InvalidRequest(f"events must be true or false; {events!r} was given", param="events")
+        stories = self.recent(int(text), _window(exchange.query("window")))
+        whole = events == "true"
+        data = await self.timelines(stories) if whole else [self.summary(story) for story in stories]
+        await exchange.json({"object": "list", "now": time.time(), "data": data})
 
     async def one(self, exchange: Exchange, path: str) -> None:
         """`{id}` is the summary, `{id}/timeline` everything; an X-Request-ID may itself end like that."""
@@ -170,7 +192,20 @@ class Stories:
                 f"no request {name!r} is remembered here; the last {RECENT} are, by the id of the response or by "
                 "X-Request-ID. GET /v1/requests lists them"
             )
-        await exchange.json(await self.timeline(story) if whole else self.summary(story))
+        await exchange.json((await self.timelines([story]))[0] if whole else self.summary(story))
+
+
+def _window(text: str | None) -> float:
+    """Raises InvalidRequest."""
+    if text is None:
+        return math.inf
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise InvalidRequest(f"window must be a number of seconds; {text!r} was given", param="window")
+    return seconds
 
 
 def _event(name: str, where: str, start_s: float, duration_s: float, attributes: dict[str, Any]) -> dict[str, Any]:

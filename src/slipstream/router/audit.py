@@ -47,7 +47,7 @@ def audit(fleet: Fleet, lives: Lives) -> RouterAudit:
         RequestView(
             id=life.request.id,
             stage=life.stage,
-            attempt=life.attempt,
+            attempt=life.entry.attempts,
             tokens=len(life.delivered),
             prefill=fleet.name_of(life.prefill),
             decode=fleet.name_of(life.decode),

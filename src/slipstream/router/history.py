@@ -1,14 +1,15 @@
 """The whole story of requests: the router's own notes, and those of every worker that had them, on one clock.
 
-Workers are asked at their HTTP ports, all at once, each for at most `ANSWER_S`. One that does not answer, or is another
-process by now, has its part named as missing. Times of a worker on another machine are moved to this machine's clock by
-an estimate (see `telemetry.clock`), and its events say how far that may be off.
+Workers are asked at their HTTP ports, all at once, each for all its requests, some at a time. One that leaves a
+question unanswered for `ANSWER_S`, has not told everything after `ALL_S`, or is another process by now, is asked no
+further, and its part is named as missing. Times of a worker on another machine are moved to this machine's clock by an
+estimate (see `telemetry.clock`), and its events say how far that may be off.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,8 @@ from slipstream.router.journal import Entry, Journal, Visit
 from slipstream.telemetry import clock
 
 ANSWER_S = 2.0
+ALL_S = 6.0
+TOGETHER = 64  # requests in one question; a worker takes no more
 READINGS = 3  # of a clock on another machine
 
 
@@ -58,14 +61,14 @@ class _Answer(msgspec.Struct):
 
 @dataclass(slots=True)
 class History:
-    """Events in no order; `missing` says of each worker whose part is not there, why."""
+    """By request id: events, in no order, and of each worker whose part is missing, why (`where`, `reason`)."""
 
-    events: dict[str, list[PastEvent]] = field(default_factory=dict)  # by request id
-    missing: list[dict[str, str]] = field(default_factory=list)
+    events: dict[str, list[PastEvent]] = field(default_factory=dict)
+    missing: dict[str, list[dict[str, str]]] = field(default_factory=dict)
 
 
 async def history(journal: Journal, request_ids: Sequence[str]) -> History:
-    """Of the requests that the journal knows. Never takes longer than a worker's time to answer."""
+    """Of the requests that the journal knows, in not much more than `ALL_S` however many there are."""
     found = History()
     visits: dict[Visit, list[str]] = {}
     names: dict[str, str] = {}
@@ -78,16 +81,16 @@ async def history(journal: Journal, request_ids: Sequence[str]) -> History:
             visits.setdefault(visit, []).append(request_id)
             names[visit[0]] = visit[1]
     answers = await asyncio.gather(*(_ask(visit, ids) for visit, ids in visits.items()))
-    for (_, name, _), answer in zip(visits, answers, strict=True):
-        if isinstance(answer, str):
-            found.missing.append({"where": name, "reason": answer})
-            continue
-        for request_id, events in answer.items():
-            for event in events:
+    for (visit, ids), (told, reason) in zip(visits.items(), answers, strict=True):
+        for request_id in ids:
+            if request_id not in told:
+                found.missing.setdefault(request_id, []).append({"where": visit[1], "reason": reason})
+                continue
+            for event in told[request_id]:
                 peer = event.attributes.get("peer")
                 if peer in names:
                     event.attributes["peer"] = names[peer]
-            found.events[request_id] += events
+            found.events[request_id] += told[request_id]
     return found
 
 
@@ -98,23 +101,38 @@ def _own(entry: Entry) -> list[PastEvent]:
     ]
 
 
-async def _ask(visit: Visit, request_ids: list[str]) -> dict[str, list[PastEvent]] | str:
-    """The worker's part, or why there is none."""
+async def _ask(visit: Visit, request_ids: list[str]) -> tuple[dict[str, list[PastEvent]], str]:
+    """What the worker tells, by request, and why that is not all, if it is not."""
     worker_id, name, url = visit
+    told: dict[str, list[PastEvent]] = {}
+    offset: clock.Offset | None = None
+    until = clock.now() + ALL_S
     try:
-        async with asyncio.timeout(ANSWER_S):
-            answer, asked, answered = await _get(f"{url}/timeline/{','.join(request_ids)}")
-            if answer.id != worker_id:
-                return "the worker that had it has ended; another process is at its address now"
-            offset = await _offset(url, answer, asked, answered)
+        for some in _batches(request_ids):
+            left = until - clock.now()
+            if left <= 0:
+                return told, f"the worker had not told everything after {ALL_S:g} s"
+            async with asyncio.timeout(min(ANSWER_S, left)):
+                answer, asked, answered = await _get(f"{url}/timeline/{','.join(some)}")
+                if answer.id != worker_id:
+                    return told, "the worker that had it has ended; another process is at its address now"
+                offset = offset or await _offset(url, answer, asked, answered)
+            for request_id in some:
+                chapters = answer.requests.get(request_id, [])
+                told[request_id] = [
+                    _moved(event, chapter, name, offset) for chapter in chapters for event in chapter.events
+                ]
     except TimeoutError:
-        return f"the worker did not answer within {ANSWER_S:g} s"
+        return told, f"the worker did not answer within {ANSWER_S:g} s"
     except (OSError, NotHttp, msgspec.MsgspecError, UnicodeError, ValueError) as error:
-        return f"the worker cannot be asked: {getattr(error, 'strerror', None) or str(error) or type(error).__name__}"
-    return {
-        request_id: [_moved(event, chapter, name, offset) for chapter in chapters for event in chapter.events]
-        for request_id, chapters in answer.requests.items()
-    }
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        return told, f"the worker cannot be asked: {reason}"
+    return told, ""
+
+
+def _batches(request_ids: list[str]) -> Iterator[list[str]]:
+    for at in range(0, len(request_ids), TOGETHER):
+        yield request_ids[at : at + TOGETHER]
 
 
 async def _get(url: str) -> tuple[_Answer, float, float]:

@@ -269,7 +269,7 @@ class Lives:
         life.entry.resubmitted(cause, len(life.delivered))
         self._metrics.resubmissions.labels(cause).inc()
         text = "%s continues elsewhere behind %d tokens, attempt %d"
-        logger.info(text, life.request.id, len(life.delivered), life.attempt, extra=_named(life))
+        logger.info(text, life.request.id, len(life.delivered), life.entry.attempts, extra=_named(life))
         if not self._assign.place(life):
             self._wait(life)
 
@@ -359,8 +359,8 @@ class Lives:
 
 
 def _named(life: Life) -> dict[str, object]:
-    """What a program finds a request's log lines by."""
-    return {"request": life.request.id, "attempt": life.attempt}
+    """What a program finds a request's log lines by; attempts are counted as in its timeline, from 1."""
+    return {"request": life.request.id, "attempt": life.entry.attempts}
 
 
 def lost(role: str, life: Life) -> WorkerLost:

@@ -1,8 +1,12 @@
-"""Timelines in a terminal: one request event by event, or many as one bar each on a common scale."""
+"""Timelines in a terminal: one request event by event, or many as one bar each on a common scale.
+
+Each stage has a mark of its own, so that bars can be read where there is no colour; the line below says which is which.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -22,8 +26,15 @@ STYLES = {
     "grant": "bright_black", "copy_chunk": "yellow", "commit": "yellow", "first_token": "bold magenta",
     "decode_step": "green", "resubmitted": "bold red", "failed": "bold red", "cancelled": "red", "finished": "white",
 }  # fmt: skip
-STAGES = (("queued", "░", "bright_black"), ("prefill_chunk", "█", "cyan"), ("copy_chunk", "▒", "yellow"),
-          ("decode_step", "█", "green"))  # fmt: skip
+STAGES = {  # event: mark, style, word of the legend; later ones are drawn over earlier ones
+    "queued": ("·", "bright_black", "queued"),
+    "prefill_chunk": ("█", "cyan", "prefill"),
+    "copy_chunk": ("▒", "yellow", "KV copy"),
+    "decode_step": ("━", "green", "decode"),
+}
+TROUBLE = ("failed", "resubmitted", "cancelled")
+TROUBLE_MARK = ("!", "bold red", "failed, resubmitted or cancelled")
+LONG, MOMENT = "─", "╹"  # marks of other events
 
 Timeline = dict[str, Any]
 
@@ -43,13 +54,18 @@ def one(timeline: Timeline, width: int = 160) -> RenderableType:
             _seconds(event["duration_s"]) if event["duration_s"] else "",
             Text(_plain(event["where"])),
             Text(_plain(event["name"]), style=style),
-            _bar([(event["start_s"], event["duration_s"], "━" if event["duration_s"] else "╹", style)], total, bar),
+            _bar([(event["start_s"], event["duration_s"], _mark(event), style)], total, bar),
             Text(_plain(_facts(event["attributes"])), style="dim"),
         )
     parts: list[RenderableType] = [_headline(timeline), table]
-    for gap in _missing(timeline):
-        parts.append(Text(_plain(f"{gap['where']}: its part is missing: {gap['reason']}"), style="red"))
-    return Group(*parts)
+    return Group(*parts, *(Text(line, style="red") for line in gaps([timeline])))
+
+
+def _mark(event: dict[str, Any]) -> str:
+    name = event["name"]
+    if name in TROUBLE:
+        return TROUBLE_MARK[0]
+    return STAGES[name][0] if name in STAGES else LONG if event["duration_s"] else MOMENT
 
 
 def many(timelines: Sequence[Timeline], width: int = 160) -> RenderableType:
@@ -74,13 +90,24 @@ def many(timelines: Sequence[Timeline], width: int = 160) -> RenderableType:
         error = Text(_plain(timeline["error"] or ""), style="red")
         table.add_row(*(Text(row[at]) for at in kept), _bar(_pieces(timeline, scale), scale.total, bar), error)
     legend = Text.assemble("scale ", _seconds(scale.total), "   ")
-    for (_, mark, style), word in zip(STAGES, ("queued", "prefill", "KV copy", "decode"), strict=True):
+    marks = list(STAGES.values())
+    if any(event["name"] in TROUBLE for timeline in timelines for event in timeline["events"]):
+        marks.append(TROUBLE_MARK)
+    for mark, style, word in marks:
         legend.append_text(Text.assemble((mark, style), f" {word}   "))
     if scale.cut:
         legend.append(f"{_seconds(scale.cut)} without requests are left out")
-    gaps = {(gap["where"], gap["reason"]): None for timeline in timelines for gap in _missing(timeline)}
-    lines = (Text(_plain(f"{where}: its part is missing: {why}"), style="red") for where, why in gaps)
-    return Group(table, legend, *lines)
+    return Group(table, legend, *(Text(line, style="red") for line in gaps(timelines)))
+
+
+def gaps(timelines: Sequence[Timeline]) -> list[str]:
+    """A line for each worker whose part is missing, and why."""
+    found = Counter((gap["where"], gap["reason"]) for timeline in timelines for gap in timeline.get("missing", []))
+    of = f" of {len(timelines)} requests" if len(timelines) > 1 else ""
+    return [
+        _plain(f"{where}: its part{f' of {count}{of}' if of else ''} is missing: {why}")
+        for (where, why), count in found.items()
+    ]
 
 
 class _Scale:
@@ -118,14 +145,14 @@ def _pieces(timeline: Timeline, scale: _Scale) -> list[tuple[float, float, str, 
     created = timeline["created"]
     pieces = [
         (scale(created + event["start_s"]), event["duration_s"], mark, style)
-        for name, mark, style in STAGES
+        for name, (mark, style, _) in STAGES.items()
         for event in timeline["events"]
         if event["name"] == name
     ]
     return pieces + [
-        (scale(created + event["start_s"]), 0.0, "╹", "bold red")
+        (scale(created + event["start_s"]), 0.0, *TROUBLE_MARK[:2])
         for event in timeline["events"]
-        if event["name"] in ("failed", "resubmitted", "cancelled")
+        if event["name"] in TROUBLE
     ]
 
 
@@ -188,10 +215,6 @@ def _workers(timeline: Timeline) -> str:
         return "nowhere"
     attempts = f" (attempt {timeline['attempts']})" if timeline["attempts"] > 1 else ""
     return _plain(prefill if prefill == decode else f"{prefill} > {decode}") + attempts
-
-
-def _missing(timeline: Timeline) -> list[dict[str, str]]:
-    return timeline.get("missing", [])
 
 
 def _length(timeline: Timeline) -> float:

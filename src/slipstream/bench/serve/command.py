@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from slipstream import outfile
 from slipstream.bench.plot import check_path
 from slipstream.bench.report import write_json
 from slipstream.bench.serve import report as reports
@@ -125,6 +126,8 @@ def command(files: tuple[Path, ...], url: str, **options) -> None:
     slipstream bench serve pd.json colocated.json --plot curves.svg
     """
     plot_path, json_path = options.pop("plot_path"), options.pop("json_path")
+    if json_path:
+        outfile.check(json_path)
     if plot_path:
         check_path(plot_path)
     whole = True
@@ -140,7 +143,6 @@ def command(files: tuple[Path, ...], url: str, **options) -> None:
         report, whole = measure(url, options, console)
         found = [report]
     if json_path and not files:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
         write_json(found[0], json_path)
     if plot_path:
         reports.plot(found, plot_path)

@@ -1,0 +1,42 @@
+"""The files that commands write because an option asked for them: `--json FILE`, `--plot`, `--svg`, `--save` and so on.
+
+All of them go through `write`, so that each is announced by one line on standard error, which says what was written and
+where; standard output is left to the data. A command that measures for an hour calls `check` first, so that a name that
+cannot be written to is refused before and not after.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from slipstream.errors import ConfigError
+
+
+def check(path: Path) -> None:
+    """Raises ConfigError when `write` would not get a file of this name."""
+    if path.is_dir():
+        raise ConfigError(f"cannot write {path}: it is a folder; give the name of a file in it.")
+    if not path.parent.is_dir():
+        raise ConfigError(f"cannot write {path}: there is no folder {path.parent}; make it first.")
+    target = path if path.exists() else path.parent
+    if not os.access(target, os.W_OK):
+        raise ConfigError(f"cannot write {path}: writing to {target} is not allowed.")
+
+
+def write(path: Path, data: bytes, what: str) -> None:
+    """Writes the file and says so; `what` names its contents, as "the snapshot". Raises ConfigError."""
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}.") from error
+    click.echo(f"wrote {what} to {path} ({_size(len(data))})", err=True)
+
+
+def _size(count: int) -> str:
+    for size, unit in ((1e6, "MB"), (1e3, "kB")):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"
