@@ -62,6 +62,7 @@ class Link(asyncio.Protocol):
         self._unsent_bytes = 0
         self._socket = _own_descriptor(writer)
         self._transport.set_protocol(self)
+        self._transport.resume_reading()  # the reader stops it when much has come for it
         already = bytes(getattr(reader, "_buffer", b""))  # in the same breath as the connection: hardly ever anything
         if already:
             self.data_received(already)
@@ -86,40 +87,59 @@ class Link(asyncio.Protocol):
     def send(self, message: wire.Message) -> None:
         """Sends or queues a message; does nothing on a link that is closing (its reader will report the end).
 
-        From any thread; messages of one thread, and of threads that take turns, keep their order.
+        From any thread; messages of one thread, and of threads that take turns, keep their order. A message that cannot
+        be sent ends the link, so that nothing arrives behind a gap.
         """
         if self._closing:
             return
-        data = memoryview(wire.encode(message))
+        frame = memoryview(wire.encode(message))
         with self._lock:
             if self._closing or self._socket is None:
                 return
-            if not self._unsent:
-                try:
-                    data = data[self._socket.send(data) :]
-                except (BlockingIOError, InterruptedError):
-                    pass
-                except OSError:
-                    return  # the event loop hears of it too
-                if not data:
-                    return
-                with contextlib.suppress(RuntimeError):  # the event loop has been closed
-                    self._loop.call_soon_threadsafe(self._watch)
-            self._unsent.append(data)
-            self._unsent_bytes += len(data)
-            if self._unsent_bytes <= MAX_BUFFERED or self.lost_because:
+            problem = self._put(self._socket, frame)
+            if not problem:
                 return
-        self.lost_because = f"{self.label} does not read its messages"
-        logger.error("%s; closing the link", self.lost_because)
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._transport.abort)
+            self._closing = True
+            self.lost_because = self.lost_because or problem
+        logger.error("%s; closing the link", problem)
+        self._soon(self._transport.abort)
+
+    def _put(self, to: socket.socket, frame: memoryview) -> str:
+        """With the lock: sends what the socket takes, and queues the rest. Returns why that is impossible, if it is."""
+        if len(frame) > wire.MAX_FRAME + 4:
+            return f"a message of {len(frame)} bytes for {self.label} is longer than a frame, {wire.MAX_FRAME} bytes"
+        idle = not self._unsent
+        if idle:
+            try:
+                frame = frame[to.send(frame) :]
+            except (BlockingIOError, InterruptedError):
+                pass
+            except ConnectionError:
+                return ""  # the reader hears of that end, behind what has come before it
+            except OSError as error:
+                return f"sending to {self.label} failed: {error.strerror or error}"
+            if not frame:
+                return ""
+        self._unsent.append(frame)
+        self._unsent_bytes += len(frame)
+        if self._unsent_bytes > MAX_BUFFERED:
+            return f"{self.label} does not read its messages: {self._unsent_bytes} bytes wait, {MAX_BUFFERED} may"
+        if idle:
+            self._soon(self._watch)  # behind the append: it may run before this line is over
+        return ""
+
+    def _soon(self, what: Callable[[], object]) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop has been closed
+            self._loop.call_soon_threadsafe(what)
 
     def _watch(self) -> None:
         """Has what is queued written as the socket takes it."""
-        if self._socket is not None and self._unsent:
-            self._loop.add_writer(self._socket.fileno(), self._flush)
+        with self._lock:
+            if self._socket is not None and self._unsent:
+                self._loop.add_writer(self._socket.fileno(), self._flush)
 
     def _flush(self) -> None:
+        broken = False
         with self._lock:
             if self._socket is None:
                 return
@@ -133,12 +153,19 @@ class Link(asyncio.Protocol):
                         self._unsent.popleft()
             except (BlockingIOError, InterruptedError):
                 return
-            except OSError:
-                self._unsent.clear()
+            except OSError as error:
+                broken = not isinstance(error, ConnectionError)
+                self._forget_unsent()
             self._loop.remove_writer(self._socket.fileno())
             closing = self._closing
-        if closing:
+        if broken:
+            self._transport.abort()
+        elif closing:
             self._transport.close()
+
+    def _forget_unsent(self) -> None:
+        self._unsent.clear()
+        self._unsent_bytes = 0
 
     def close(self, reason: str = "", *, dismissed: bool = False) -> None:
         """Sends what is queued and, with a `reason`, a Goodbye that gives it; then ends the link."""
@@ -155,6 +182,13 @@ class Link(asyncio.Protocol):
     def abort(self) -> None:
         """Ends the link at once; what is queued is lost."""
         self._transport.abort()
+
+    def cut(self) -> None:
+        """Ends the connection at once, from any thread, also when that of the event loop is stuck."""
+        mine = self._socket
+        if mine is not None:
+            with contextlib.suppress(OSError):
+                mine.shutdown(socket.SHUT_RDWR)
 
     # ---------------------------------------------------------------------------------------------- in
 
@@ -177,12 +211,16 @@ class Link(asyncio.Protocol):
     def divert(self, take: Take) -> None:
         """From now on `take(messages)` gets what arrives, at once; `receive` what it returns, and the end.
 
-        `take` must not wait. What it raises ends the link.
+        `take` must not wait. What it raises ends the link; here it is raised too.
         """
         self._take = take
         if self._messages:
             here, self._messages = self._messages, deque()
-            self._messages.extend(take(here))
+            try:
+                self._messages.extend(take(here))
+            except BaseException:
+                self.abort()
+                raise
 
     def data_received(self, data: bytes) -> None:
         """Of asyncio.Protocol."""
@@ -241,7 +279,7 @@ class Link(asyncio.Protocol):
                     self._loop.remove_writer(self._socket.fileno())
                 self._socket.close()
             self._socket = None
-            self._unsent.clear()
+            self._forget_unsent()
 
     def _end(self, reason: str) -> None:
         self._over = True
