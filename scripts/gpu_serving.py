@@ -1,20 +1,28 @@
 """Serving under load on two GPUs: prefill and decode apart against two workers that do both, at the same loads.
 
-    python scripts/gpu_serving.py --out FOLDER [--only 8b/apart,1.5b] [--seconds 22] [--budget 570] [--plan]
+    python scripts/gpu_serving.py --out FOLDER [--only 8b/apart,1.5b] [--seconds 16] [--seeds 2] [--budget 570] [--plan]
 
-For each model (1.5B and 8B shapes, random weights, a byte tokenizer) and each arrangement (`apart`: `--prefill cuda:0
---decode cuda:1`; `both`: `--both cuda:0,1`) it starts `slipstream serve` and measures in parts, in this order:
+For each model (1.5B and 8B shapes, random weights, a byte tokenizer) and each arrangement it starts `slipstream serve`
+once and measures in parts, in this order:
 
-    ready       seconds from the command to the line that says so; the first request against the tenth
-    RATE        `slipstream bench serve` at each rate of the table, with what the workers' metrics grew by meanwhile
+    ready       seconds from the command to the line that says so; the first request against the tenth. Kernels are
+                kept in a folder of this run: the first server of a model finds none of its, later ones find all
+    RATE        `slipstream bench serve` at each rate of the table, exactly rate x seconds requests a seed, with what
+                the workers' metrics grew by meanwhile
     long        time to first token of lone prompts of 8,192 tokens
-    disturbed   gaps between tokens of short requests, alone and while prompts of 8,192 tokens arrive
+    exposure    of such prompts: how much later the second token comes than a decode step behind the first
+    turns       second turns behind a history of 8,192 tokens: first token against a prompt that nobody has seen, bytes
+                moved against the new tokens
+    disturbed   gaps between tokens of streams that decode, alone and while prompts of 8,192 tokens arrive
+
+Arrangements: `apart` (`--prefill cuda:0 --decode cuda:1`: all but disturbed), `both` (`--both cuda:0,1`: ready, rates
+and long), `strict` (apart with `--strict-roles`: disturbed; by name also the others). `--only` takes pieces of
+MODEL/ARRANGEMENT/PART, such as 8b, apart/4 or 1.5b/both/ready; a part that is named runs where it does not by default.
 
 Every part has a time limit, none begins that would not fit into the budget, and results are written after each, so
-that whatever cuts this off leaves what was measured: FOLDER/results.json (figures), FOLDER/requests.json.gz (single
-requests), FOLDER/*.log (what the servers said). `--only` takes pieces of MODEL/ARRANGEMENT/PART, such as 8b, apart/4
-or 1.5b/both/ready. Without GPUs, or
-with `--tiny`, the same runs with a tiny model on the CPU, for a dry run.
+that whatever cuts this off leaves what was measured: FOLDER/results.json, FOLDER/figures.jsonl (beside their goals),
+FOLDER/requests.json.gz (single requests), FOLDER/*.log (what the servers said). Without two GPUs, or with `--tiny`, the
+same runs with a tiny model on the CPU, for a dry run.
 """
 
 from __future__ import annotations
@@ -22,80 +30,104 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import os
 import re
-import signal
+import shutil
 import statistics
 import subprocess
 import sys
-import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gpu_serve import SHAPES, model_folder, streamed
+from gpu_figures import Figures
+from gpu_servers import SHAPES, Server, Streamed, gpus, model_folder, prompt, say, streamed
 
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "rope_theta": 5e5,
-    "tie_word_embeddings": False,
-}
 SLO = "ttft=1s,tpot=10ms"
-READY_S, STOP_S, CLIENT_S = 150.0, 20.0, 12.0  # CLIENT_S: start of the load generator, its probes, the last answers
-METRICS = re.compile(r"copy_seconds|copied_bytes|handoff|preempt|step_seconds_(sum|count)|worker_tokens|worker_steps")
+START_S, CLIENT_S = 20.0, 4.0  # of a server; of a load generator: its start, its probes, the last answers
+DRAIN_S = 12.0
+METRICS = r"copy_seconds|transfer_bytes|handoff|grant_sec|preempt|step_seconds_(sum|count)|worker_tokens|worker_steps"
+GPU_FLAGS = ("--max-sequences", "256", "--max-model-len", "16384", "--page-tokens", "16")
+ARRANGEMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # flags on GPUs, and on the CPU
+    "apart": (("--prefill", "cuda:0", "--decode", "cuda:1"), ("--prefill", "cpu", "--decode", "cpu")),
+    "strict": (
+        ("--prefill", "cuda:0", "--decode", "cuda:1", "--strict-roles"),
+        ("--prefill", "cpu", "--decode", "cpu", "--strict-roles"),
+    ),
+    "both": (("--both", "cuda:0,1"), ("--both", "2xcpu")),
+}
+BY_DEFAULT = {
+    "apart": ("ready", "rates", "long", "exposure", "turns"),
+    "strict": ("disturbed",),
+    "both": ("ready", "rates", "long"),
+}
 
-# What another server reached at these loads on two H200: ms, first token p50 / p99, between tokens p50 / p99.
-ELSEWHERE = {
-    ("1.5b", 8): ("apart 25 / 61, 2.08 / 3.5", "both 16 / 46, 2.05 / 3.6"),
-    ("1.5b", 24): ("apart 30 / 65, 2.17 / 4.2", "both 17 / 46, 2.14 / 9.8"),
-    ("1.5b", 48): ("apart 47 / 597, 2.36 / 5.4", "both 17 / 46, 2.21 / 13.7"),
-    ("8b", 4): ("apart 133 / 452, 5.4 / 6.6", "both 100 / 238, 5.2 / 9.3"),
-    ("8b", 8): ("apart 999 / 1743, 6.3 / 7.6", "both 137 / 390, 6.6 / 151"),
-    ("8b", 12): ("apart 2123 / 4237, 6.3 / 7.5", "both 152 / 450, 8.0 / 234"),
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """What another server reached, ms: first token p50 and p99, between tokens p50 and p99, goodput."""
+
+    ttft: tuple[float, float]
+    itl: tuple[float, float]
+    good: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.ttft[0]:g} / {self.ttft[1]:g}, {self.itl[0]:g} / {self.itl[1]:g}"
+
+
+ELSEWHERE = {  # SGLang 0.5.17 at these loads on two H200: 1+1, and two plain servers
+    ("1.5b", 8): {"apart": Elsewhere((25, 61), (2.08, 3.5)), "both": Elsewhere((16, 46), (2.05, 3.6))},
+    ("1.5b", 24): {"apart": Elsewhere((30, 65), (2.17, 4.2)), "both": Elsewhere((17, 46), (2.14, 9.8))},
+    ("1.5b", 48): {"apart": Elsewhere((47, 597), (2.36, 5.4)), "both": Elsewhere((17, 46), (2.21, 13.7))},
+    ("8b", 4): {"apart": Elsewhere((133, 452), (5.4, 6.6), 1.0), "both": Elsewhere((100, 238), (5.2, 9.3), 1.0)},
+    ("8b", 8): {"apart": Elsewhere((999, 1743), (6.3, 7.6), 0.5), "both": Elsewhere((137, 390), (6.6, 151), 0.31)},
+    ("8b", 12): {"apart": Elsewhere((2123, 4237), (6.3, 7.5), 0.2), "both": Elsewhere((152, 450), (8.0, 234), 0.14)},
 }
 
 
 @dataclass(frozen=True)
 class Model:
-    """A shape and its loads. `long_rate`: lone long prompts a second, `disturbing_rate`: those beside short ones."""
+    """A shape and its loads. `long_rate`: lone long prompts a second, `disturbing_rate`: those beside short ones.
+
+    `short` are prompt tokens, answer tokens and requests a second of the streams that are disturbed: about 20 at once.
+    """
 
     name: str
-    shape: dict[str, Any]
+    shape: str
     input: str
     output: str
     rates: tuple[float, ...]
+    changes: dict[str, Any] = field(default_factory=dict)
     long_tokens: int = 8192
     long_rate: float = 1.0
     disturbing_rate: float = 2.0
-    short: tuple[str, str, float] = ("128", "300", 8.0)  # prompt, answer, requests a second
-    flags: tuple[str, ...] = ()
-    server_flags: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    short: tuple[int, int, float] = (128, 300, 12.0)
+    turn_tokens: int = 512  # new in a second turn
+    repeats: int = 9
+    flags: tuple[str, ...] = GPU_FLAGS
+
+    @property
+    def token_bytes(self) -> int:
+        """Of the KV of a token, in bfloat16."""
+        shape = {**SHAPES[self.shape], **self.changes}
+        dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+        return 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * dim
 
 
-GPU_FLAGS = ("--max-sequences", "256", "--max-model-len", "16384", "--page-tokens", "16")
 MODELS = (
-    Model("8b", LLAMA_8B, "1024-7168", "64-256", (4, 8, 12), flags=GPU_FLAGS),
+    Model("8b", "8b", "1024-7168", "64-256", (4, 8, 12)),
     Model(
-        "1.5b", {**SHAPES["1.5b"], "max_position_embeddings": 32768}, "512-2048", "64-256", (8, 24, 48),
-        long_rate=4.0, disturbing_rate=6.0, flags=GPU_FLAGS,
+        "1.5b", "1.5b", "512-2048", "64-256", (8, 24, 48), long_rate=4.0, disturbing_rate=6.0, short=(128, 300, 40.0)
     ),
 )  # fmt: skip
 TINY = (
     Model(
-        "tiny", {**SHAPES["tiny"], "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128},
-        "16-48", "4-8", (2, 4), long_tokens=256, long_rate=2.0, disturbing_rate=2.0, short=("16", "12", 3.0),
-        flags=("--kv-tokens", "16384", "--max-model-len", "1024"),
+        "tiny", "tiny", "16-48", "4-8", (2, 4),
+        changes={"hidden_size": 64, "intermediate_size": 128, "torch_dtype": "bfloat16"},
+        long_tokens=256, long_rate=2.0, disturbing_rate=2.0, short=(16, 12, 3.0), turn_tokens=64, repeats=3,
+        flags=("--kv-tokens", "16384", "--max-model-len", "1024", "--dtype", "bfloat16"),
     ),
 )  # fmt: skip
 
@@ -106,6 +138,7 @@ class Results:
     def __init__(self, folder: Path, budget_s: float) -> None:
         self.folder = folder
         self.parts: dict[str, Any] = {}
+        self.figures = Figures(folder, "serving")
         self._requests: dict[str, Any] = {}
         self._end = time.monotonic() + budget_s
         self._began = time.monotonic()
@@ -127,74 +160,6 @@ def _loads(value: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     return ((key, found) for key, found in value.items() if isinstance(found, dict) and "rates" in found)
 
 
-def say(text: str) -> None:
-    print(text, flush=True)
-
-
-# -------------------------------------------------------------------------------------------------------------- server
-
-
-class Server:
-    """One `slipstream serve`; `url` is "" when it did not get ready in time."""
-
-    def __init__(self, arguments: list[str], log: Path) -> None:
-        say(f"== slipstream serve {' '.join(arguments)}")
-        self.url = ""
-        self.ready_s = 0.0
-        self._began = time.monotonic()
-        self._ready = threading.Event()
-        self._log = log.open("w")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "slipstream", "serve", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        threading.Thread(target=self._read, daemon=True).start()
-        self._ready.wait(READY_S)
-        if not self.ready_s:
-            self.url = ""
-        say(f"-- ready after {self.ready_s:.1f} s" if self.url else "-- NOT ready")
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._log.write(f"{time.monotonic() - self._began:8.2f} {line}")
-            self._log.flush()
-            if not self._ready.is_set() or "WARNING" in line or "ERROR" in line or "warning" in line:
-                say(f"   | {line.rstrip()}")
-            if match := re.search(r"is served at (http://\S+)", line):
-                self.url = match[1]
-            if "Ctrl-C ends it" in line:
-                self.ready_s = time.monotonic() - self._began
-                self._ready.set()
-        self._ready.set()
-
-    def stop(self) -> None:
-        self._process.send_signal(signal.SIGINT)
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            say("-- it did not end by itself")
-
-    def metrics(self) -> dict[str, float]:
-        """What is of interest of all workers' metrics, by worker and name."""
-        found: dict[str, float] = {}
-        for worker in json.loads(get(f"{self.url}/workers"))["workers"]:
-            for line in get(f"{worker['url']}/metrics").splitlines():
-                name, _, value = line.rpartition(" ")
-                if not line.startswith("#") and METRICS.search(name) and "_bucket" not in name:
-                    found[f"{worker['name']} {name.removeprefix('slipstream_worker_')}"] = float(value)
-        return found
-
-
-def get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=10) as answer:
-        return answer.read().decode()
-
-
 # --------------------------------------------------------------------------------------------------------------- parts
 
 
@@ -207,39 +172,65 @@ class Run:
     server: Server
     results: Results
     seconds: float
+    seeds: int
+    empty_caches: bool = False
 
     @property
     def name(self) -> str:
         return f"{self.model.name}/{self.arrangement}"
 
-    def first_requests(self) -> dict[str, Any]:
+    def ask(self, ids: list[int], tokens: int) -> Streamed:
+        """One request; raises RuntimeError unless it is answered whole."""
+        found = streamed(self.server.url, {"prompt": ids, "max_tokens": tokens})
+        if found.problem or len(found.tokens) != tokens:
+            raise RuntimeError(f"{len(found.tokens)} of {tokens} tokens came: {found.problem or 'the stream ended'}")
+        return found
+
+    def ready(self) -> dict[str, Any]:
         """Ten requests one after another, of prompts that nobody has seen."""
         firsts, wholes = [], []
         for number in range(10):
-            prompt = [3 + (number * 31 + at * 7) % 240 for at in range(min(1024, self.model.long_tokens))]
             began = time.perf_counter()
-            request = {"prompt": prompt, "max_tokens": 16, "ignore_eos": True, "return_token_ids": True}
-            _, first_s, _ = streamed(self.server.url, {**request, "temperature": 0})
-            firsts.append(round(first_s * 1e3, 2))
+            firsts.append(round(1e3 * self.ask(prompt(number, min(1024, self.model.long_tokens)), 16).first_s, 2))
             wholes.append(round((time.perf_counter() - began) * 1e3, 2))
         say(f"-- {self.name}: first token ms of ten requests: {firsts}; whole answers: {wholes}")
-        return {"ready_s": self.server.ready_s, "first_token_ms": firsts, "answer_ms": wholes}
+        caches, add = "empty" if self.empty_caches else "filled", self.results.figures.add
+        add(f"{self.name} ready, {caches} kernel cache", self.server.ready_s, "s", most=20)
+        add(f"{self.name} first request / median of ten", firsts[0] / statistics.median(firsts), "x", most=1.2)
+        return {"ready_s": self.server.ready_s, "caches": caches, "first_token_ms": firsts, "answer_ms": wholes}
 
     def load(self, label: str, *options: str, seconds: float = 0.0) -> LoadProcess:
         """A load generator at work, with a limit of its own."""
-        return LoadProcess(self, label, options, (seconds or self.seconds) + CLIENT_S + 15.0)
+        return LoadProcess(self, label, options, (seconds or self.seconds) + CLIENT_S + DRAIN_S + 15.0)
 
     def rate(self, rate: float) -> dict[str, Any]:
-        before = self.server.metrics()
+        before = self.server.metrics(METRICS)
+        warm = int(2 * rate)
         load = self.load(
-            f"{rate:g}", "--rate", f"{rate:g}", "--duration", f"{self.seconds:g}s", "--warmup", str(int(2 * rate)),
-            "--input", self.model.input, "--output", self.model.output, "--slo", SLO,
+            f"{rate:g}", "--arrivals", "exact", "--rate", f"{rate:g}", "--duration", f"{self.seconds:g}s",
+            "--warmup", str(warm), "--seeds", str(self.seeds), "--input", self.model.input,
+            "--output", self.model.output, "--slo", SLO, seconds=self.seeds * (self.seconds + 2 + 4),
         ).finish()  # fmt: skip
-        grown = {name: value - before.get(name, 0.0) for name, value in self.server.metrics().items()}
-        for line in ELSEWHERE.get((self.model.name, int(rate)), ()):
-            say(f"   elsewhere: {line}")
+        grown = {name: value - before.get(name, 0.0) for name, value in self.server.metrics(METRICS).items()}
         self._say_handoffs(grown)
+        for row in load.get("rates", []):
+            self._judge(rate, row)
         return {"load": load, "metrics": {name: value for name, value in grown.items() if value}}
+
+    def _judge(self, rate: float, row: dict[str, Any]) -> None:
+        """Against what another server reached in the same arrangement."""
+        kind = "both" if self.arrangement == "both" else "apart"
+        other = ELSEWHERE.get((self.model.name, int(rate)), {}).get(kind)
+        add, name = self.results.figures.add, f"{self.name} {rate:g}/s"
+        sent = f"{row['offered_per_s']:.2f} sent/s, {row['ok']} of {row['requests']} whole"
+        for index, percentile in enumerate(("p50", "p99")):
+            most = other.ttft[index] if other else None
+            add(f"{name} TTFT {percentile}", row["ttft"][percentile], "ms", most=most, note=sent)
+        for index, percentile in enumerate(("p50", "p99")):
+            add(f"{name} ITL {percentile}", row["itl"][percentile], "ms", most=other.itl[index] if other else None)
+        good = row.get("good")
+        if good:
+            add(f"{name} goodput", good["value"], "", least=other.good if other else None, note=f"at {SLO}")
 
     def _say_handoffs(self, grown: dict[str, float]) -> None:
         for name, total in grown.items():
@@ -248,34 +239,95 @@ class Run:
                 say(f"   {shown}: {count:.0f} times, mean {1e3 * total / count:.3f} ms")
 
     def long(self) -> dict[str, Any]:
-        return {
-            "load": self.load(
-                "long", "--arrivals", "constant", "--rate", f"{self.model.long_rate:g}", "--requests", "14",
-                "--warmup", "3", "--input", str(self.model.long_tokens), "--output", "8",
-                seconds=17 / self.model.long_rate,
-            ).finish()
-        }  # fmt: skip
+        load = self.load(
+            "long", "--arrivals", "constant", "--rate", f"{self.model.long_rate:g}", "--requests", "14",
+            "--warmup", "3", "--input", str(self.model.long_tokens), "--output", "8",
+            seconds=17 / self.model.long_rate,
+        ).finish()  # fmt: skip
+        for row in load.get("rates", []):
+            found = row["ttft"]["p50"]
+            colocated = self.results.parts.get(f"{self.model.name}/both/long", {}).get("load", {}).get("rates", [])
+            apart = self.results.parts.get(f"{self.model.name}/apart/long", {}).get("load", {}).get("rates", [])
+            self.results.figures.add(f"{self.name} TTFT p50, prompt of {self.model.long_tokens}", found, "ms")
+            pair = (found, colocated[0]["ttft"]["p50"]) if colocated else None
+            if self.arrangement == "both" and apart:
+                pair = apart[0]["ttft"]["p50"], found
+            if pair:
+                self.results.figures.add(f"{self.model.name} TTFT apart - both", pair[0] - pair[1], "ms", most=1.0)
+        return {"load": load}
+
+    def exposure(self) -> dict[str, Any]:
+        """Milliseconds by which the second token is later than a step behind the first, of lone long prompts."""
+        late, seconds, steps = [], [], []
+        for number in range(self.model.repeats + 1):
+            gaps = self.ask(prompt(1000 + number, self.model.long_tokens), 24).gaps_s
+            step = statistics.median(gaps[3:])
+            if number:  # the first may open connections
+                seconds.append(round(1e3 * gaps[0], 3))
+                steps.append(round(1e3 * step, 3))
+                late.append(1e3 * (gaps[0] - step))
+        say(f"-- {self.name}: second token after {seconds} ms, steps {steps}")
+        most = 0.3 if self.model.name == "8b" else None
+        self.results.figures.add(
+            f"{self.name} exposed before the second token, prompt of {self.model.long_tokens}",
+            statistics.median(late), "ms", most=most, note=f"median of {len(late)}",
+        )  # fmt: skip
+        return {"exposed_ms": [round(value, 3) for value in late], "second_ms": seconds, "step_ms": steps}
+
+    def turns(self) -> dict[str, Any]:
+        """Second turns: the history of the first one, its answer, and new tokens behind them."""
+        model, firsts, fresh, moved = self.model, [], [], []
+        for number in range(max(3, self.model.repeats // 2) + 1):
+            history = prompt(2000 + number, model.long_tokens)
+            history += self.ask(history, 32).tokens
+            second = [*history, *prompt(3000 + number, model.turn_tokens)]
+            time.sleep(0.1)  # the workers file the pages of what has ended
+            before = self._moved()
+            found = self.ask(second, 8)
+            time.sleep(0.1)
+            bytes_moved = self._moved() - before
+            unseen = self.ask(prompt(4000 + number, len(second)), 8)
+            if number:
+                firsts.append(round(1e3 * found.first_s, 2))
+                fresh.append(round(1e3 * unseen.first_s, 2))
+                moved.append(bytes_moved)
+        say(f"-- {self.name}: second turns {firsts} ms, the same prompts unseen {fresh} ms, MB moved {moved}")
+        add, size = self.results.figures.add, model.turn_tokens * model.token_bytes
+        ratio = statistics.median(fresh) / statistics.median(firsts)
+        add(f"{self.name} second turn, first token sooner than unseen", ratio, "x", least=3.0)
+        if self.arrangement != "both":
+            add(f"{self.name} second turn, bytes moved / new tokens", statistics.median(moved) / size, "x", most=1.1)
+        return {"first_token_ms": firsts, "unseen_ms": fresh, "moved_bytes": moved, "new_bytes": size}
+
+    def _moved(self) -> float:
+        return sum(self.server.metrics("transfer_bytes_total").values())
 
     def disturbed(self) -> dict[str, Any]:
         """Short requests whose tokens should come evenly, first alone, then beside long prompts."""
         seconds = min(10.0, self.seconds)
-        prompt, answer, rate = self.model.short
-        short = ["--rate", f"{rate:g}", "--input", prompt, "--output", answer, "--warmup", str(int(3 * rate)), "--raw"]
-        short += ["--duration", f"{seconds:g}s"]
+        tokens, answer, rate = self.model.short
+        short = ["--arrivals", "exact", "--rate", f"{rate:g}", "--input", str(tokens), "--output", str(answer)]
+        short += ["--warmup", str(int(3 * rate)), "--duration", f"{seconds:g}s", "--raw"]
         alone = self.load("alone", *short, seconds=seconds + 3).finish()
         beside = self.load("beside", *short, seconds=seconds + 3)
         long = self.load(
             "disturbing", "--arrivals", "constant", "--rate", f"{self.model.disturbing_rate:g}", "--warmup", "0",
-            "--duration", f"{seconds + 4:g}s", "--input", str(self.model.long_tokens), "--output", "1",
+            "--duration", f"{seconds + 4:g}s", "--input", str(self.model.long_tokens), "--output", "8",
             seconds=seconds + 4,
         )  # fmt: skip
         found = {"alone": alone, "beside": beside.finish(), "disturbing": long.finish()}
         for name in ("alone", "beside"):
             for row in found[name].get("rates", []):
                 itl = row["itl"]
+                note = f"p50 {itl['p50']:.2f}, p99 {itl['p99']:.2f} ms, about {self._streams(row):.0f} streams"
                 ratio = itl["p99"] / itl["p50"] if itl["p50"] else 0.0
-                say(f"-- {self.name} {name}: ITL p50 {itl['p50']:.2f} p99 {itl['p99']:.2f} ms, p99 {ratio:.2f} x p50")
+                most = 1.2 if name == "beside" else None
+                self.results.figures.add(f"{self.name} ITL p99 / p50, {name}", ratio, "x", most=most, note=note)
         return found
+
+    def _streams(self, row: dict[str, Any]) -> float:
+        """Streams under way on average, by Little's law."""
+        return row["offered_per_s"] * row["e2e"]["mean"] / 1e3
 
 
 class LoadProcess:
@@ -286,8 +338,8 @@ class LoadProcess:
         self._json.unlink(missing_ok=True)
         self._end = time.monotonic() + min(limit_s, max(5.0, run.results.left_s))
         self._label = f"{run.name}/{label}"
-        command = [sys.executable, "-m", "slipstream", "bench", "serve", "--url", run.server.url, "--drain", "12s"]
-        command += ["--label", self._label, "--json", str(self._json), *options]
+        command = [sys.executable, "-m", "slipstream", "bench", "serve", "--url", run.server.url]
+        command += ["--drain", f"{DRAIN_S:g}s", "--label", self._label, "--json", str(self._json), *options]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def finish(self) -> dict[str, Any]:
@@ -299,11 +351,8 @@ class LoadProcess:
             output, _ = self._process.communicate()
             say(f"-- {self._label}: cut off at its time limit\n{output[-600:]}")
             return {"problem": "cut off at its time limit"}
-        say(
-            "\n".join(
-                f"   {line}" for line in output.splitlines() if not line.startswith(("┏", "┃", "┡", "│", "└", "lat"))
-            )
-        )
+        frame = ("┏", "┃", "┡", "│", "└", "lat")
+        say("\n".join(f"   {line}" for line in output.splitlines() if not line.startswith(frame)))
         if not self._json.exists():
             return {"problem": output[-1000:]}
         found = json.loads(self._json.read_text())
@@ -314,13 +363,23 @@ class LoadProcess:
 # ----------------------------------------------------------------------------------------------------------------- all
 
 
-def parts_of(model: Model, seconds: float) -> dict[str, float]:
+def parts_of(model: Model, seconds: float, seeds: int) -> dict[str, float]:
     """The parts of a run in order, with the seconds that each takes at most as planned."""
-    rates = {f"{rate:g}": seconds + CLIENT_S for rate in model.rates}
-    return {"ready": 5.0, **rates, "long": 17 / model.long_rate + 6.0, "disturbed": 2 * (min(10.0, seconds) + 9.0)}
+    lone = 1.0 / model.long_rate
+    return {
+        "ready": 4.0,
+        **{f"{rate:g}": seeds * (seconds + 4) + CLIENT_S for rate in model.rates},
+        "long": 17 * lone + CLIENT_S,
+        "exposure": (model.repeats + 1) * (0.5 * lone + 0.2),
+        "turns": (max(3, model.repeats // 2) + 1) * (lone + 0.5),
+        "disturbed": 2 * (min(10.0, seconds) + 9.0),
+    }
 
 
 def measure(run: Run, wanted: list[str], planned: dict[str, float]) -> None:
+    measures = {
+        "ready": run.ready, "long": run.long, "exposure": run.exposure, "turns": run.turns, "disturbed": run.disturbed
+    }  # fmt: skip
     for part in wanted:
         name = f"{run.name}/{part}"
         if run.results.left_s < planned[part]:
@@ -328,111 +387,87 @@ def measure(run: Run, wanted: list[str], planned: dict[str, float]) -> None:
             continue
         say(f"== {name}")
         try:
-            found = {"ready": run.first_requests, "long": run.long, "disturbed": run.disturbed}.get(
-                part, lambda part=part: run.rate(float(part))
-            )()
+            found = measures[part]() if part in measures else run.rate(float(part))
         except Exception as error:  # one part's trouble leaves the others
             found = {"problem": f"{type(error).__name__}: {error}"}
             say(f"-- {name}: {found['problem']}")
         run.results.keep(name, found)
 
 
-def main() -> int:
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu-serving"))
     parser.add_argument("--only", default="", help="pieces of MODEL/ARRANGEMENT/PART, separated by commas")
     parser.add_argument("--skip", default="", help="parts that are left out, such as disturbed")
-    parser.add_argument("--seconds", type=float, default=22.0, help="how long each rate is sent")
+    parser.add_argument("--seconds", type=float, default=16.0, help="how long each rate is sent, for each seed")
+    parser.add_argument("--seeds", type=int, default=2, help="repetitions of each rate with other arrivals and lengths")
     parser.add_argument("--budget", type=float, default=570.0, help="seconds for everything")
-    parser.add_argument("--apart", default="", help="further flags of serve for prefill and decode apart")
+    parser.add_argument("--apart", default="", help="further flags of serve for prefill and decode apart (and strict)")
     parser.add_argument("--both", default="", help="further flags of serve for workers that do both")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--plan", action="store_true", help="only say what would be measured and how long it takes")
-    arguments = parser.parse_args()
-    tiny = arguments.tiny or (gpus() < 2 and not arguments.plan)
-    more = {"apart": tuple(arguments.apart.split()), "both": tuple(arguments.both.split())}
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parsed()
+    tiny = arguments.tiny or (not arguments.plan and gpus() < 2)
     arguments.out.mkdir(parents=True, exist_ok=True)
     results = Results(arguments.out, arguments.budget)
     total = 0.0
     for model in TINY if tiny else MODELS:
-        for arrangement in ("apart", "both"):
-            planned = parts_of(model, arguments.seconds)
-            wanted = selected(f"{model.name}/{arrangement}", list(planned), arguments.only, arguments.skip)
+        kernels = arguments.out / "kernels" / model.name
+        for arrangement in ARRANGEMENTS:
+            planned = parts_of(model, arguments.seconds, arguments.seeds)
+            wanted = selected(model.name, arrangement, list(planned), arguments.only, arguments.skip)
             if not wanted:
                 continue
-            total += 20.0 + sum(planned[part] for part in wanted)
+            total += START_S + sum(planned[part] for part in wanted)
             if arguments.plan:
-                say(f"{model.name}/{arrangement}: start 20 s, " + ", ".join(f"{p} {planned[p]:.0f} s" for p in wanted))
-                continue
-            serve_and_measure(model, arrangement, tiny, more, results, wanted, planned, arguments.seconds)
+                parts = ", ".join(f"{part} {planned[part]:.0f} s" for part in wanted)
+                say(f"{model.name}/{arrangement}: start {START_S:.0f} s, {parts}")
+            elif results.left_s < START_S + min(planned[part] for part in wanted):
+                say(f"== {model.name}/{arrangement} left out: {results.left_s:.0f} s are left")
+            else:
+                with served(model, arrangement, tiny, arguments, kernels) as server:
+                    first = not any(part.startswith(f"{model.name}/") for part in results.parts)
+                    run = Run(model, arrangement, server, results, arguments.seconds, arguments.seeds, first)
+                    if server.url:
+                        measure(run, wanted, planned)
+                    else:
+                        results.keep(f"{run.name}/ready", {"problem": "not ready; see its log"})
+                        results.figures.add(f"{run.name} ready", None, "s", most=20)
+        shutil.rmtree(kernels, ignore_errors=True)
     if arguments.plan:
         say(f"together about {total:.0f} s")
         return 0
     summary(results)
-    return 0 if any("problem" not in part for part in results.parts.values()) else 1
+    return 0 if results.parts and not any("problem" in part for part in results.parts.values()) else 1
 
 
-def serve_and_measure(
-    model: Model,
-    arrangement: str,
-    tiny: bool,
-    more: dict[str, tuple[str, ...]],
-    results: Results,
-    wanted: list[str],
-    planned: dict[str, float],
-    seconds: float,
-) -> None:
-    if results.left_s < 45:
-        say(f"== {model.name}/{arrangement} left out: {results.left_s:.0f} s are left")
-        return
-    devices = {"apart": ("--prefill", "cuda:0", "--decode", "cuda:1"), "both": ("--both", "cuda:0,1")}
-    if tiny:
-        devices = {"apart": ("--prefill", "cpu", "--decode", "cpu"), "both": ("--both", "2xcpu")}
-    folder = model_folder(results.folder / "models" / model.name, model.shape)
-    flags = (*model.flags, *model.server_flags.get(arrangement, ()), *more[arrangement])
-    log = results.folder / f"{model.name}-{arrangement}.log"
-    server = Server(
-        [
-            str(folder),
-            "--load-format",
-            "dummy",
-            "--served-model-name",
-            "model",
-            "--port",
-            "0",
-            *devices[arrangement],
-            *flags,
-        ],
-        log,
+def served(model: Model, arrangement: str, tiny: bool, arguments: argparse.Namespace, kernels: Path) -> Server:
+    folder = model_folder(arguments.out / "models" / model.name, model.shape, **model.changes)
+    more = arguments.both if arrangement == "both" else arguments.apart
+    flags = [str(folder), "--load-format", "dummy", "--served-model-name", "model", "--port", "0"]
+    flags += [*ARRANGEMENTS[arrangement][tiny], *model.flags, *more.split()]
+    return Server(
+        flags, arguments.out / f"{model.name}-{arrangement}.log", {"TRITON_CACHE_DIR": str(kernels.resolve())}
     )
-    try:
-        if server.url:
-            measure(Run(model, arrangement, server, results, seconds), wanted, planned)
-        else:
-            results.keep(f"{model.name}/{arrangement}/ready", {"problem": f"not ready; see {log.name}"})
-    finally:
-        server.stop()
 
 
-def selected(run: str, parts: list[str], only: str, skip: str) -> list[str]:
-    prefixes = [text for text in only.split(",") if text]
-    skipped = [text for text in skip.split(",") if text]
+def selected(model: str, arrangement: str, parts: list[str], only: str, skip: str) -> list[str]:
+    """Parts that `only` names a piece of; of an arrangement that is not named down to the part, those by default."""
+    pieces, skipped = [text for text in only.split(",") if text], skip.split(",")
+    special = ("ready", "long", "exposure", "turns", "disturbed")
     chosen = []
     for part in parts:
-        name = f"{run}/{part}"
-        if prefixes and not any(f"/{p}/" in f"/{name}/" for p in prefixes):
-            continue
-        if part not in skipped:
+        whole = f"/{model}/{arrangement}/{part}/"
+        named = [piece for piece in pieces if f"/{piece}/" in whole]
+        exactly = any(piece.split("/")[-1] == part for piece in named)
+        usual = (part if part in special else "rates") in BY_DEFAULT[arrangement]
+        if part not in skipped and (exactly or (usual and (named or not pieces))):
             chosen.append(part)
     return chosen
-
-
-def gpus() -> int:
-    try:
-        import torch
-    except ImportError:
-        return 0
-    return torch.cuda.device_count()
 
 
 def summary(results: Results) -> None:
@@ -447,10 +482,9 @@ def summary(results: Results) -> None:
                     f"{part:24} {key:10} {ttft['p50']:7.1f} / {ttft['p99']:7.1f}, {itl['p50']:6.2f} / {itl['p99']:6.2f}"
                     f"{good}, {row['ok']} of {row['requests']}, {row['output_tokens_per_s']:.0f} tokens/s"
                 )
-        if "first_token_ms" in value:
-            times = value["first_token_ms"]
-            median = round(statistics.median(times), 1)
-            say(f"{part:24} ready {value['ready_s']:.1f} s; first request {times[0]} ms, median {median} ms")
+    for (model, rate), others in ELSEWHERE.items():
+        if any(part.startswith(f"{model}/") and part.endswith(f"/{rate:g}") for part in results.parts):
+            say(f"elsewhere {model:4} {rate:3g}/s: " + "; ".join(f"{kind} {other}" for kind, other in others.items()))
 
 
 if __name__ == "__main__":

@@ -63,6 +63,21 @@ def test_arrivals_have_the_rate_and_the_spread_of_their_kind() -> None:
         assert (gaps >= 0).all()
 
 
+def test_exact_arrivals_are_random_and_neither_more_nor_fewer_than_asked() -> None:
+    asked = settings("http://127.0.0.1:1", arrivals="exact", duration_s=14.0, requests=0, warmup=8)
+    work = Session(asked, lambda line: None)
+    for rate in (0.5, 4.0, 12.0):
+        loads = [work._items(rate, seed)[1] for seed in range(200)]
+        assert {len(times) for times in loads} == {8 + round(14 * rate)}
+        measured = np.array([times[8:] for times in loads]) - 8 / rate
+        assert all(times == sorted(times) and times[7] <= 8 / rate for times in loads)
+        assert measured.min() >= 0
+        assert measured.max() <= 14
+        counts = np.array([np.histogram(row, 7, (0, 14))[0] for row in measured])  # of two seconds each
+        assert counts.mean() == pytest.approx(2 * rate)
+        assert counts.var() == pytest.approx(2 * rate * 6 / 7, rel=0.2)  # poisson's, less what the fixed sum takes
+
+
 def test_a_trace_keeps_its_gaps_and_is_made_faster() -> None:
     assert trace_times([5.0, 6.0, 9.0], speed=2.0) == [0.0, 0.5, 2.0]
 

@@ -146,7 +146,8 @@ class Session:
     def _items(self, rate: float, seed: int) -> tuple[list[Item], list[float]]:
         """Items with their times, warm-up included."""
         settings = self._settings
-        wanted = settings.requests or int(1.3 * rate * settings.duration_s + 8 * (rate * settings.duration_s) ** 0.5)
+        expected, exact = rate * settings.duration_s, settings.arrivals == "exact"
+        wanted = settings.requests or (max(1, round(expected)) if exact else int(1.3 * expected + 8 * expected**0.5))
         available = settings.work.available
         by_trace = settings.arrivals == "trace"
         count = settings.warmup + (wanted if not by_trace or settings.requests else available or 0)
@@ -160,8 +161,11 @@ class Session:
             times = trace_times([item.at_s or 0.0 for item in items], speed=rate)
         else:
             draws = np.random.default_rng((seed, 2))
-            times = due_times(settings.arrivals, count, rate, draws, variation=settings.variation)
-        if settings.requests:
+            warm = settings.warmup if exact else 0  # each part has its exact number
+            times = due_times(settings.arrivals, warm, rate, draws, variation=settings.variation)
+            later = due_times(settings.arrivals, count - warm, rate, draws, variation=settings.variation)
+            times += [warm / rate + time for time in later]
+        if settings.requests or exact:
             return items, times
         end = times[settings.warmup] + settings.duration_s
         kept = [pair for pair in zip(items, times, strict=True) if pair[1] <= end]
