@@ -27,6 +27,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from slipstream import outfile
 from slipstream.bench.report import Conditions, conditions, write_json
 from slipstream.bench.steady import SteadyLoop
 from slipstream.config import EngineConfig
@@ -39,7 +40,7 @@ LOOP_STEPS = 200
 PAUSE_S = 0.2  # before a prompt alone: the card is at its full clock again
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.7, top_k=50, top_p=0.9, ignore_eos=True)  # of random weights' flat logits
-SHAPES: dict[str, dict[str, Any]] = {
+SHAPES: dict[str, dict[str, Any]] = {  # configs of Qwen2.5-1.5B and Llama-3.1-8B
     "1.5b": {
         "architectures": ["Qwen2ForCausalLM"],
         "hidden_size": 1536,
@@ -59,9 +60,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
+        "head_dim": 128,
         "vocab_size": 128256,
         "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
         "rope_theta": 5e5,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
         "tie_word_embeddings": False,
     },
 }
@@ -352,6 +362,8 @@ def command(
     unknown = [name for name in shapes.split(",") if name not in SHAPES]
     if unknown:
         raise ConfigError(f"shape {unknown[0]!r} is not known; known: {', '.join(SHAPES)}.")
+    if json_path:
+        outfile.check(json_path)
     console = Console(width=120, highlight=False)
     copy, product = card_rates()
     found = conditions(sys.argv, [torch.cuda.get_device_name(0)])
@@ -361,7 +373,7 @@ def command(
     for name in shapes.split(","):
         measure_shape(report, name, numbers(batches), context, numbers(prompts), settings, console, kernels, sampled)
         torch.cuda.empty_cache()
-    if json_path is not None:
+    if json_path:
         write_json(report, json_path)
 
 
