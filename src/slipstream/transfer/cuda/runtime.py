@@ -135,7 +135,7 @@ class Device:
     def fill(self, address: int, value: int, size: int) -> None:
         """Sets `size` bytes and waits for it."""
         self._call("cudaMemset", address, value, size)
-        self._call("cudaDeviceSynchronize")
+        self._call("cudaStreamSynchronize", 0)  # not the device: that would wait for steps, and spoil a graph's capture
 
     def available(self) -> tuple[int, int]:
         """(free, total) bytes of the device."""
@@ -164,7 +164,7 @@ class Device:
         """Copies from the host and waits."""
         kind = self._runtime.cudart.cudaMemcpyKind.cudaMemcpyDefault
         self._call("cudaMemcpy", address, host_address, size, kind)
-        self._call("cudaDeviceSynchronize")
+        self._call("cudaStreamSynchronize", 0)  # as in `fill`
 
     # ------------------------------------------------------------------------------------------------ peers
 

@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 
 
 class Bell:
-    """Ring from any thread; hush in the one that sleeps. A closed bell is silent."""
+    """Ring from any thread; hush in the one that sleeps. A closed bell is silent.
+
+    `ring` and `close` exclude each other: the number of a closed descriptor may belong to a socket the next moment, and
+    what is rung would be bytes in its stream.
+    """
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
 
     def ring(self) -> None:
-        if self._fd >= 0:
-            os.eventfd_write(self._fd, 1)
+        with self._lock:
+            if self._fd >= 0:
+                os.eventfd_write(self._fd, 1)
 
     def hush(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -28,6 +35,7 @@ class Bell:
         return self._fd
 
     def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        with self._lock:
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                os.close(fd)
