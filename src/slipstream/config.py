@@ -109,6 +109,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "as CUDA graphs with attention between them, for less work of the host."
         ),
     ] = False
+    step_timeout_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="A step that has not ended after this time, and ten times what its tokens take here beside it, "
+            "hangs: the worker says where, and ends. So does one whose threads or ranks do not answer. 0 is never.",
+        ),
+    ] = 120.0
     prefix_cache: Annotated[bool, Meta(description="Keep finished prefixes for reuse until the room is needed.")] = True
     max_waiting: Annotated[
         int, Meta(ge=1, description="Requests that may wait at one worker; more are refused with 429.")
@@ -183,6 +191,14 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     worker_wait_s: Annotated[
         float, Meta(ge=0, description="How long a request waits for a worker to come (back) before it gets 503.")
     ] = 3.0
+    worker_silence_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="A linked worker that answers nothing for so long is given up: its requests continue "
+            "elsewhere, and `serve` kills it after as long again. 0 is never.",
+        ),
+    ] = 30.0
     resubmissions: Annotated[
         int, Meta(ge=0, description="How often a request whose worker was lost is continued elsewhere.")
     ] = 1

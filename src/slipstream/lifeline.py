@@ -15,6 +15,13 @@ import signal
 import sys
 import threading
 
+HUNG = 71  # exit code of a process that has ended itself because it did not get on any more
+EXPLAINED = {
+    HUNG: ": it hung, and says above where",
+    -signal.SIGKILL: " (out of memory?)",
+    -signal.SIGALRM: ": it hung in native code that kept its interpreter; its threads are listed above",
+}
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -47,11 +54,11 @@ def _wait_for_end(fd: int) -> None:
 
 def ended_how(code: int) -> str:
     """An exit code as words."""
+    hint = EXPLAINED.get(code, "")
     if code >= 0:
-        return f"ended with exit code {code}"
+        return f"ended with exit code {code}{hint}"
     try:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
     return f"was ended by {name}{hint}"

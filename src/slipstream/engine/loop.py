@@ -24,6 +24,8 @@ continues the requests elsewhere.
 
 An event that raises (a peer that breaks the protocol, a bug) is logged and counted, and the loop goes on: ending the
 worker would fail all requests for the sake of one message.
+
+A step that never ends raises nothing: `step` and `turn` are what the watch (engine/watch.py) looks at, from outside.
 """
 
 from __future__ import annotations
@@ -96,6 +98,7 @@ class EngineLoop:
         self.failed_events = 0
         self.failed_steps = 0
         self._turn = threading.Lock()  # whoever holds it may touch the core and what follows
+        self._turns = 0  # taken so far
         self._started = False
         self._over = False
         self._broken: Exception | None = None  # what a turn on another thread has raised
@@ -121,6 +124,19 @@ class EngineLoop:
         if threading.current_thread() is not self._thread and self._thread.ident is not None:
             self._thread.join()
 
+    @property
+    def step(self) -> StepPlan | None:
+        """The oldest step that is planned and not settled. For any thread, without the turn."""
+        try:
+            return self._under_way[0]
+        except IndexError:
+            return None
+
+    @property
+    def turn(self) -> int | None:
+        """The number of the present turn; None while nobody has it. For any thread."""
+        return self._turns if self._turn.locked() else None
+
     # ---------------------------------------------------------------------------------------------- any thread
 
     def _serve(self) -> None:
@@ -137,6 +153,7 @@ class EngineLoop:
 
     def _take_turn(self, *, plan: bool) -> None:
         """With the turn: applies all events that are there, plans steps if `plan`, and delivers what follows."""
+        self._turns += 1
         self._receive()
         if self._over:
             return
@@ -188,7 +205,7 @@ class EngineLoop:
                 self._serve()
             if self._broken is not None:
                 raise self._broken
-        except Exception as error:
+        except BaseException as error:
             self._over = True
             logger.exception("the engine failed; this worker ends")
             self._on_failure(error)
@@ -216,6 +233,7 @@ class EngineLoop:
         except Exception as error:
             failure = error
         with self._turn:
+            self._turns += 1
             self._under_way.popleft()
             if outcome is None:
                 assert failure is not None

@@ -36,12 +36,14 @@ class WorkerMetrics(Meters):
     """Steps, requests by stage, transfers and pages of one worker.
 
     `identify` names the worker once it is known; until then its labels are empty. `failed` reads the failed steps and
-    events of the loop, `decode_rate` the tokens a second; whoever has them puts them here.
+    events of the loop, `decode_rate` the tokens a second, `step_age` how long the step under way has taken; whoever has
+    them puts them here.
     """
 
     def __init__(self, compat: Flavour | Literal["none"] = "none") -> None:
         self.failed: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.decode_rate: Callable[[], float] = lambda: 0.0
+        self.step_age: Callable[[], float] = lambda: 0.0
         self.pace = Pace()
         self._labels_now: dict[str, str] = {"model_name": "", "worker": "", "role": ""}
         super().__init__(PREFIX, lambda: self._labels_now)
@@ -67,6 +69,12 @@ class WorkerMetrics(Meters):
         )
         self.step_tokens = self.histogram("step_tokens", "Tokens computed in a step.", COUNT_BOUNDS)
         self.tokens = self.counter("tokens", "Tokens computed, by kind of work (prefill, decode).", "stage")
+        self.gauge(
+            "step_age_seconds",
+            "Seconds that the step under way has taken so far, to about a second; 0 when none is. At the limit "
+            "(step_timeout_s and more for large steps) the worker hangs, and ends.",
+            read=lambda: {(): self.step_age()},
+        )
         self.counter("failed_steps", "Steps that raised.", read=lambda: {(): self.failed()[0]})
         self.counter(
             "failed_events", "Events (messages, ends of copies) that raised.", read=lambda: {(): self.failed()[1]}

@@ -7,6 +7,10 @@ preflight. As a destination, it answers the links that others open. Handoff mess
 The end of a link is the end of the peer's process or of the way to it. The ranks then close their routes, which returns
 only when nothing of them can be in flight, and only then the engine is told that the peer is lost. Each link has a name
 of its own for its routes: a copy that was meant for an earlier link to the same peer finds no route.
+
+Nothing of it waits without end. A source pings its destinations: one that answers nothing, and one to which a copy
+does not end, loses its link, so that its requests continue elsewhere. If a copy holds up the closing of the routes, the
+engine hears of the loss before it; that copy's pages stay taken, at both ends, until it has ended or this process has.
 """
 
 from __future__ import annotations
@@ -35,6 +39,9 @@ logger = logging.getLogger(__name__)
 HELLO_S = 10.0
 RETRY_S = 1.0
 LAST_RETRY_S = 30.0
+BEAT_S = 1.0  # between two pings
+SILENT_S = 30.0  # without any answer, before a destination is taken for lost
+CLOSE_ROUTES_S = 5.0  # for the copies of a lost link to end, before its requests are given up
 
 _from_destination = wire.Decoder(wire.FromDestination)
 
@@ -44,7 +51,8 @@ class Peers:
 
     `ranks` are those of this worker. `post` has events applied to the engine's core; `take_way(peer, way)` is called
     there before anything of a new link, whose routes the ranks know as `way`; `on_routes` is called when the set of
-    routes changed.
+    routes changed. `oldest_copy(way)` is the number of the oldest copy under way there, None when none is; a link on
+    which it is the same one for `copy_timeout_s` ends (0: none does).
     """
 
     def __init__(
@@ -55,7 +63,12 @@ class Peers:
         post: Post,
         take_way: Callable[[str, str], None],
         on_routes: Callable[[], None],
+        *,
+        oldest_copy: Callable[[str], int | None] = lambda way: None,
+        copy_timeout_s: float = 0.0,
     ) -> None:
+        self._oldest_copy, self._copy_timeout_s = oldest_copy, copy_timeout_s
+        self._closing_routes: list[str] = []  # those whose link has ended, the oldest first
         self._info = info
         self._ranks = ranks
         self._wanted_transport = wanted_transport
@@ -80,6 +93,11 @@ class Peers:
         link = self._links.get((peer, as_source))
         if link is not None:
             link.send(message)
+
+    @property
+    def links(self) -> list[Link]:
+        """All that are open, to and from other workers."""
+        return list(self._links.values())
 
     @property
     def routes(self) -> list[wire.RouteReport]:
@@ -199,11 +217,17 @@ class Peers:
         return answer.info, way, [msgspec.structs.replace(report, peer=answer.info.name) for report in reports]
 
     async def _read_destination(self, link: Link, address: str, peer: str, way: str) -> None:
+        heard = asyncio.Event()
+
         def take(messages: Sequence[wire.Message]) -> Sequence[wire.Message]:
-            self._post(*(partial(EngineCore.from_destination, peer_id=peer, message=message) for message in messages))
+            heard.set()
+            said = [message for message in messages if not isinstance(message, wire.Pong)]
+            if said:
+                self._post(*(partial(EngineCore.from_destination, peer_id=peer, message=message) for message in said))
             return ()
 
         link.divert(take)
+        self._start(self._keepers, self._beat(link, way, heard))
         while await link.receive() is not None:
             pass
         if self._closing or link.farewell is not None:
@@ -214,6 +238,32 @@ class Peers:
         self._opening.pop(address, None)  # behind the loss: whoever opens anew finds it settled
 
     # ------------------------------------------------------------------------------------------- as a destination
+
+    async def _beat(self, link: Link, way: str, heard: asyncio.Event) -> None:
+        """Ends a link on which nothing is heard any more, or a copy does not end. Counts beats, not seconds, so that a
+        worker that was itself held up does not blame its peers."""
+        silent = still = 0
+        oldest = None
+        while not link.closing:
+            heard.clear()
+            link.send(wire.Ping(n=silent))
+            await asyncio.sleep(BEAT_S)
+            silent = 0 if heard.is_set() else silent + 1
+            before, oldest = oldest, self._oldest_copy(way)
+            still = still + 1 if oldest is not None and oldest == before else 0
+            reason = ""
+            if silent * BEAT_S >= SILENT_S:
+                reason = f"{link.label} has answered nothing for {SILENT_S:.0f} s"
+            elif 0 < self._copy_timeout_s <= still * BEAT_S:
+                reason = f"a copy to {link.label} has not ended for {still * BEAT_S:.0f} s (--step-timeout-s)"
+            if reason:
+                link.lost_because = reason
+                link.abort()
+                return
+
+    def closing_route(self) -> str | None:
+        """The routes of a lost link that have been closing for longest. From any thread."""
+        return next(iter(self._closing_routes), None)
 
     async def accept(self, link: Link, hello: wire.Hello) -> None:
         """Serves a link that another worker opened, until it ends."""
@@ -240,7 +290,7 @@ class Peers:
         try:
             await probes.begin(theirs)
             link.send(wire.Welcome(info=self._info, regions=self._regions()))
-            link.divert(partial(self._from_source, peer))
+            link.divert(partial(self._from_source, peer, link))
             while (message := await link.receive()) is not None:
                 await probes.handle(message)
         finally:
@@ -250,14 +300,17 @@ class Peers:
             self._served.pop(peer, None)
             ended.set()
 
-    def _from_source(self, peer: str, messages: Sequence[wire.Message]) -> Sequence[wire.Message]:
+    def _from_source(self, peer: str, link: Link, messages: Sequence[wire.Message]) -> Sequence[wire.Message]:
         """Gives what is of handoffs to the engine; returns what is of preflights."""
-        probing = [message for message in messages if isinstance(message, wire.Probe)]
-        events: list[Event] = [
-            partial(EngineCore.from_source, peer_id=peer, message=message)
-            for message in messages
-            if not isinstance(message, wire.Probe)
-        ]
+        probing: list[wire.Message] = []
+        events: list[Event] = []
+        for message in messages:
+            if isinstance(message, wire.Ping):
+                link.send(wire.Pong(n=message.n))
+            elif isinstance(message, wire.Probe):
+                probing.append(message)
+            else:
+                events.append(partial(EngineCore.from_source, peer_id=peer, message=message))
         if events:
             self._post(*events)
         return probing
@@ -286,12 +339,23 @@ class Peers:
     async def _destination_lost(self, peer: str, way: str) -> None:
         self._links.pop((peer, True), None)
         self._routes.pop(peer, None)
-        await handshake.disconnect(self._ranks, way)
+        self._closing_routes.append(way)
+        closed = asyncio.ensure_future(handshake.disconnect(self._ranks, way))
+        await asyncio.wait([closed], timeout=CLOSE_ROUTES_S)
+        if not closed.done():
+            logger.error(
+                "a copy over the routes %s runs on %g s after their link has ended; its pages stay taken, its request "
+                "continues elsewhere", way, CLOSE_ROUTES_S,
+            )  # fmt: skip
         self._post(partial(EngineCore.destination_lost, peer_id=peer))
         self._on_routes()
 
     async def _source_lost(self, peer: str) -> None:
         self._links.pop((peer, False), None)
+        try:
+            await closed
+        finally:
+            self._closing_routes.remove(way)
         if await handshake.source_gone(self._ranks, peer):  # otherwise this worker is ending itself
             self._post(partial(EngineCore.source_lost, peer_id=peer))
 

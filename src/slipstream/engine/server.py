@@ -92,12 +92,18 @@ class WorkerServer:
         wanted_transport: str,
         post: Post,
         take_way: Callable[[str, str], None],
+        *,
+        oldest_copy: Callable[[str], int | None] = lambda way: None,
+        copy_timeout_s: float = 0.0,
     ) -> None:
         """Opens the message port. Called once, when the engine is there; for the rest see `Peers`."""
 
         async def open_port() -> None:
             self._post = post
-            self._peers = Peers(info, ranks, wanted_transport, post, take_way, self._publish_soon)
+            self._peers = Peers(
+                info, ranks, wanted_transport, post, take_way, self._publish_soon,
+                oldest_copy=oldest_copy, copy_timeout_s=copy_timeout_s,
+            )  # fmt: skip
             self.info = info
             self._wire_server = await asyncio.start_server(self._accept, sock=self.wire_socket)
             self._spawn(self._heartbeat())
@@ -118,6 +124,20 @@ class WorkerServer:
             self._thread.join()
         self.http_socket.close()
         self.wire_socket.close()
+
+    def cut(self, reason: str) -> None:
+        """Ends all links now, whatever the IO thread does: this worker hangs. From any thread."""
+        self.state, self.info = f"failed: {reason}", None  # from now on nobody is told to come here
+        for link in [*self._routers.values(), *(self._peers.links if self._peers is not None else ())]:
+            link.cut()
+
+    def closing_route(self) -> str | None:
+        """The routes that have been closing for longest; None when none are. From any thread."""
+        return self._peers.closing_route() if self._peers is not None else None
+
+    def pulse(self, answer: Callable[[], None]) -> None:
+        """Has the IO thread call `answer`. Raises RuntimeError when it has ended."""
+        self._aio.call_soon_threadsafe(answer)
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(coroutine, self._aio)

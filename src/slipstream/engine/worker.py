@@ -12,6 +12,9 @@ down. Nothing is process-wide, so that two workers fit in one interpreter.
 
 With tensor parallelism this is rank 0, the only one that decides and that others know. The other ranks are processes of
 their own (`ranks.team`), which load at the same time and then follow its plans; when one of them ends, the worker does.
+
+From when it is ready, a fourth thread watches that all of it gets on (engine/watch.py). A worker that hangs says where,
+cuts its links and ends its ranks, and its process if that is its own: nothing less frees what a device holds.
 """
 
 from __future__ import annotations
@@ -31,12 +34,15 @@ import msgspec
 from slipstream.config import EngineConfig, ObserveConfig, TransferConfig, WorkerConfig
 from slipstream.engine.core import EngineCore
 from slipstream.engine.effects import CopyPages, Effect
+from slipstream.engine.guard import Guard, Hung
 from slipstream.engine.laps import Laps
 from slipstream.engine.loop import EngineLoop, Runner
 from slipstream.engine.metrics import WorkerMetrics
+from slipstream.engine.plan import StepPlan
 from slipstream.engine.server import WorkerServer
 from slipstream.engine.timeline import Watcher
 from slipstream.engine.tracing import WorkerTraces
+from slipstream.engine.watch import Allowance
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.plain_http import base_url
 from slipstream.ranks.control import Opened
@@ -66,7 +72,8 @@ class Worker:
 
     `start` blocks until the worker can serve; it raises SetupError when it cannot (the message says why and what to
     do). `info` is set from then on. `wait` blocks until `stop` is called or the engine fails, and says which. Workers
-    of one process that share `neighbours` reach each other's memory directly.
+    of one process that share `neighbours` reach each other's memory directly. `alone` says that the process is this
+    worker's own: it ends with exit code HUNG when the worker hangs.
     """
 
     def __init__(
@@ -77,7 +84,9 @@ class Worker:
         *,
         neighbours: Neighbourhood | None = None,
         observe: ObserveConfig | None = None,
+        alone: bool = False,
     ) -> None:
+        self._alone = alone
         self._engine = engine
         self._worker = worker
         self._transfer = transfer
@@ -85,6 +94,7 @@ class Worker:
         self._metrics = WorkerMetrics(self._observe.metrics_compat)
         self._watcher = Watcher(self._metrics)
         self._closing = contextlib.ExitStack()
+        self._stuck: contextlib.ExitStack | None = None  # of a worker that hangs: never taken down
         self._ended = threading.Event()
         self._failure: BaseException | None = None
         self._failed_at = 0.0
@@ -96,6 +106,7 @@ class Worker:
         self._team: Team | None = None
         self._group: Group | None = None
         self._opened: list[Opened] = []  # by the other ranks
+        self._allowance = Allowance("cpu")
         self._ways: dict[str, str] = {}  # peer -> the name of its routes, those of its latest link; the loop's
 
     @property
@@ -127,6 +138,7 @@ class Worker:
         self._team = team = self._start_others(devices)
         opened = open_model(msgspec.structs.replace(self._engine, device=devices[0]), progress)
         laps.lap("model")
+        self._allowance = Allowance(opened.device.type)
         pool = self._allocate(opened)
         self._closing.callback(pool.close)
         laps.lap("KV pool")
@@ -143,7 +155,7 @@ class Worker:
             observer=self._watcher,
         )
         self._loop = loop = EngineLoop(
-            core, runner, deliver=self._deliver, on_step=self._metrics.step, on_failure=self._failed
+            core, runner, deliver=self._deliver, on_step=self._stepped, on_failure=self._failed
         )
         self._copies.attach(agent, team, lambda: runner.collected if isinstance(runner, LeadRunner) else -1)
         names = [opened.device_name, *(other.device for other in self._opened)]
@@ -154,14 +166,24 @@ class Worker:
         self._info = self._describe(opened, pool.region.pages, max_model_len, names, server, runner.attention)
         self._metrics.identify(self._info)
         self._metrics.failed = lambda: (loop.failed_steps, loop.failed_events)
+        guard = Guard(
+            self._engine.step_timeout_s, self._allowance, loop, agent, server, team, alone=self._alone,
+            on_hang=self._hung,
+        )  # fmt: skip
+        self._metrics.step_age = guard.step_age
+        self._closing.callback(guard.stop)  # behind the loop's end, which waits for the step that is under way
         server.watcher = self._watcher
         self._closing.callback(loop.stop)
         self._closing.callback(server.stop)  # first: links end while the engine and the mover can still answer
         loop.start()
-        server.attach(self._info, ranks, self._transfer.transport, loop.post, self._take_way)
+        server.attach(
+            self._info, ranks, self._transfer.transport, loop.post, self._take_way,
+            oldest_copy=self._copies.oldest, copy_timeout_s=self._engine.step_timeout_s,
+        )  # fmt: skip
         if team is not None and team.lost is not None:
             raise team.lost
         server.state = "ready"
+        guard.start()  # what comes before this may take long
         laps.lap("links")
         logger.info("ready after %s", laps)
         if router:
@@ -251,13 +273,17 @@ class Worker:
     def _rank_lost(self, error: SlipstreamError) -> None:
         """Team's thread: another rank has ended, and this worker with it. Frees the loop thread if it waits for it."""
         logger.error("%s", error.message)
-        assert self._team is not None
-        for rank in range(1, self._team.size):
-            self._copies.lost(rank, error.message)
-        if self._group is not None:
-            self._group.abort()
+        self._ranks_gone(error.message)
         if self._info is not None:  # otherwise `start` raises it
             self._failed(error)
+
+    def _ranks_gone(self, reason: str) -> None:
+        """Frees whatever waits for the other ranks."""
+        assert self._team is not None
+        for rank in range(1, self._team.size):
+            self._copies.lost(rank, reason)
+        if self._group is not None:
+            self._group.abort()
 
     def _describe(
         self,
@@ -339,7 +365,20 @@ class Worker:
         self._server.state = f"failed: {error}"
         threading.Thread(target=self.stop, name="slipstream-fail", daemon=True).start()
 
+    def _hung(self, error: Hung) -> None:
+        """Watch's thread, in a process that others use too: links end; what is stuck stays, with all that it uses."""
+        assert self._server is not None
+        if self._team is not None:
+            self._ranks_gone(error.message)
+        self._stuck = self._closing.pop_all()
+        self._closing.callback(self._server.stop)
+        self._failed(error)
+
     # ---------------------------------------------------------------------------------------------- between threads
+
+    def _stepped(self, plan: StepPlan, seconds: float) -> None:
+        self._metrics.step(plan, seconds)
+        self._allowance.learn(plan, seconds)
 
     def _deliver(self, effects: list[Effect]) -> None:
         """With the turn at the core: copies to the mover, messages to their links, each in order."""

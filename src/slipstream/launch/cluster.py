@@ -23,7 +23,7 @@ from slipstream.launch.commands import ROUTER_NAME, ClusterConfig, router_again,
 from slipstream.launch.devices import Machine
 from slipstream.launch.display import Display
 from slipstream.launch.spec import Placement
-from slipstream.launch.supervise import Child, RestartPolicy, State, Supervisor
+from slipstream.launch.supervise import Child, RestartPolicy, Silences, State, Supervisor
 from slipstream.launch.watch import Watcher
 from slipstream.listen import listen, url_of
 from slipstream.types import Role
@@ -53,6 +53,7 @@ class Cluster:
         self._interrupts = 0
         self._routes_awaited_since = 0.0
         self._routeless_since = 0.0
+        self._silences = Silences()
         self._live: dict[str, Member] = {}  # as they were last seen, by name
         self._socket = listen(config.front.host, config.front.port)
         self.port: int = self._socket.getsockname()[1]
@@ -172,6 +173,27 @@ class Cluster:
             self._supervisor.poll(5.0)
             self._note_members(watcher)
 
+            self._end_silent(watcher)
+
+    def _end_silent(self, watcher: Watcher) -> None:
+        """Kills who lives and answers nobody, so that it is started again: a worker that the router has given up, as
+        long again after that; a router that does not answer; a worker whose new start takes longer than a start may."""
+        limit_s, children, snapshot = self._config.router.worker_silence_s, self._supervisor.children, watcher.latest
+        silent: dict[tuple[str, int], float] = {}
+        for member in snapshot.members:
+            if member.state == "silent" and member.name in children:
+                silent[member.name, member.pid] = limit_s
+        router = children[ROUTER_NAME]
+        if router.up and not snapshot.reached:
+            silent[ROUTER_NAME, router.pid] = 2 * limit_s
+        for (name, pid), seconds in self._silences.look(set(silent)).items():
+            if 0 < silent[name, pid] <= seconds and children[name].pid == pid:
+                self._supervisor.end(name, f"has answered nothing for {2 * limit_s:g} s (worker_silence_s, twice)")
+        heard = {member.pid for member in snapshot.members}
+        for name in self._worker_specs if snapshot.reached else ():
+            child = children[name]
+            if child.running and child.pid not in heard and child.age_s > self._config.launch.start_timeout_s:
+                self._supervisor.end(name, f"was not ready {child.age_s:.0f} s after its start (start_timeout_s)")
     def _note_members(self, watcher: Watcher) -> None:
         """Who is live is up, and is found at the same port in its next life, as long as that port can be had."""
         snapshot, children = watcher.latest, self._supervisor.children

@@ -9,6 +9,8 @@ start. For a child that was never `up` two kinds of end are final, and `poll` ra
 such failures in a row, and an exit with code 1 or 2, which is how a command says that its settings, its model or its
 memory are wrong, so that trying again would only repeat it. One that has served is started again for ever: the others
 go on meanwhile, and one sick child must not end them.
+
+A child that lives and answers nobody is killed by whoever notices (`end`), which makes an end like any other of it.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ from slipstream.lifeline import Lifeline, ended_how
 logger = logging.getLogger(__name__)
 
 KEPT_LINES = 30
+STACKS_S = 1.0  # for a child that hangs to print where its threads are
+LONGEST_LOOK_S = 10.0  # what the time between two looks at the silent counts at most
 SETUP_EXIT_CODES = (1, 2)
 OutputLine = Callable[[str, str], None]
 
@@ -79,6 +83,7 @@ class Child:
     up: bool = False
     was_up: bool = False
     start_again_at: float = 0.0
+    killed_because: str = ""
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
 
     @property
@@ -92,6 +97,11 @@ class Child:
     @property
     def running(self) -> bool:
         return self.state is State.RUNNING
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since its latest start."""
+        return time.monotonic() - self.started_at
 
 
 class GaveUp(SetupError):
@@ -115,6 +125,25 @@ class _Line:
 class _End:
     child: Child
     process: subprocess.Popen[bytes]
+
+
+class Silences:
+    """For how long children have been silent, by what is said of them at each look.
+
+    Time in which this process was itself held up is nobody's silence: a gap between two looks counts
+    `LONGEST_LOOK_S` at most.
+    """
+
+    def __init__(self) -> None:
+        self._looked = time.monotonic()
+        self._since: dict[tuple[str, int], float] = {}  # (child, pid) -> seconds
+
+    def look(self, silent: set[tuple[str, int]]) -> dict[tuple[str, int], float]:
+        """`silent` are those (name, pid) that answer nobody now; returns for how many seconds each has been that."""
+        now = time.monotonic()
+        passed, self._looked = min(now - self._looked, LONGEST_LOOK_S), now
+        self._since = {who: self._since[who] + passed if who in self._since else 0.0 for who in silent}
+        return dict(self._since)
 
 
 class Supervisor:
@@ -166,6 +195,7 @@ class Supervisor:
         child.started_at = time.monotonic()
         child.starts += 1
         child.up = False
+        child.killed_because = ""
         reader = threading.Thread(target=self._read, args=(child, process), name=f"read-{spec.name}", daemon=True)
         reader.start()
         threading.Thread(
@@ -224,7 +254,8 @@ class Supervisor:
         pause = self._policy.pause(child.failures)
         child.state = State.WAITING
         child.start_again_at = time.monotonic() + pause
-        logger.warning("%s (pid %d) %s; starting it again in %.1f s", child.name, child.pid, ended_how(code), pause)
+        how = f"was killed because it {child.killed_because}" if child.killed_because else ended_how(code)
+        logger.warning("%s (pid %d) %s; starting it again in %.1f s", child.name, child.pid, how, pause)
 
     def _refusal(self, child: Child, code: int) -> str:
         """The sentence of a command of ours that refused to start; the last lines where it has none."""
@@ -239,6 +270,23 @@ class Supervisor:
         return ". Its last lines:" + "".join(f"\n    {line}" for line in lines) if lines else "; it printed nothing."
 
     # ---------------------------------------------------------------------------------------------- ending
+
+    def end(self, name: str, why: str) -> None:
+        """Kills a child that hangs, and all that it has started; it is started again like any that ends.
+
+        `why` continues the sentence "it ...". What it prints of its threads meanwhile is its last word.
+        """
+        child = self.children[name]
+        if not child.running or child.killed_because:
+            return
+        child.killed_because = why
+        logger.error("%s (pid %d) %s; it is asked where its threads are, and killed", name, child.pid, why)
+        self._signal(child, signal.SIGUSR1)
+        deadline = time.monotonic() + STACKS_S
+        while child.running and (left := deadline - time.monotonic()) > 0:
+            self._take(left)
+        if child.running:
+            self._signal(child, signal.SIGKILL)
 
     def stop(self, names: Sequence[str], grace_s: float, hurry: Callable[[], bool] = lambda: False) -> None:
         """Asks these children to end, waits up to `grace_s` or until `hurry()`, then kills what is left.

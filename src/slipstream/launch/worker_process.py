@@ -2,7 +2,8 @@
 
 Before torch is loaded, threads that wait for work are told to sleep instead of spin, because on one machine several
 workers share the cores. Then the worker starts, says how its loading goes, and this thread waits for its end or a
-signal. The first SIGINT or SIGTERM drains, the second ends at once.
+signal. The first SIGINT or SIGTERM drains, the second ends at once. A worker that hangs ends this process itself, with
+exit code 71 (`lifeline.HUNG`).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def run_worker(
     from slipstream.engine.worker import Worker  # loads torch
     from slipstream.ranks.team import RankLost
 
-    worker = Worker(engine, config, transfer, observe=observe)
+    worker = Worker(engine, config, transfer, observe=observe, alone=True)
     started = time.monotonic()
     logger.info("loading %s", engine.model)
     try:

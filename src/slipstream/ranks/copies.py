@@ -34,10 +34,15 @@ class RankCopies:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._pending: dict[int, _Pending] = {}
-        self._jobs: dict[CopyJob, int] = {}
         self._agent: TransferAgent | None = None
         self._team: Team | None = None
         self._collected: Callable[[], int] = lambda: -1
+        self._under_way: dict[str, dict[CopyJob, int]] = {}  # peer -> its jobs with their numbers, the oldest first
+
+    def oldest(self, peer: str) -> int | None:
+        """The number of the oldest job for this peer that is not over; None when it has none. From any thread."""
+        with self._lock:
+            return next(iter(self._under_way.get(peer, {}).values()), None)
 
     def attach(self, agent: TransferAgent, team: Team | None, collected: Callable[[], int]) -> None:
         """`collected` says which step is the last that is computed."""
@@ -47,14 +52,15 @@ class RankCopies:
         """Starts a copy on all ranks. Called with the turn at the core."""
         assert self._agent is not None
         team = self._team
+        with self._lock:
+            number = next(self._numbers)
+            self._under_way.setdefault(job.peer, {})[job] = number
         if team is None:
             self._agent.submit(job)
             return
         others = set(range(1, team.size))
         with self._lock:
-            number = next(self._numbers)
             self._pending[number] = _Pending(job, {0, *others})
-            self._jobs[job] = number
         pages = [list(map(int, side)) for side in (job.source_pages, job.destination_pages)]
         try:
             team.copy(number, job.peer, job.xfer, self._collected(), *pages)
@@ -66,9 +72,9 @@ class RankCopies:
     def here(self, job: CopyJob, error: str | None) -> None:
         """Rank 0 is done with a job."""
         if self._team is None:
-            self._on_done(job, error)
+            self._over(job, error)
         else:
-            self._answered(self._jobs[job], 0, error)
+            self._answered(self._under_way[job.peer][job], 0, error)
 
     def elsewhere(self, number: int, rank: int, error: str | None) -> None:
         """Another rank is done with a job."""
@@ -90,5 +96,13 @@ class RankCopies:
             pending.error = pending.error or error
             if pending.left:
                 return
-            del self._pending[number], self._jobs[pending.job]
-        self._on_done(pending.job, pending.error)
+            del self._pending[number]
+        self._over(pending.job, pending.error)
+
+    def _over(self, job: CopyJob, error: str | None) -> None:
+        with self._lock:
+            jobs = self._under_way[job.peer]
+            del jobs[job]
+            if not jobs:
+                del self._under_way[job.peer]
+        self._on_done(job, error)

@@ -5,6 +5,9 @@ launches steps in the order of rank 0, and starts copies when the step behind th
 out calls of the control channel, which are those of links and preflights. It ends when it is told to, and at once when
 rank 0 is gone: its lifeline and its channel both end then.
 
+It notes in the ring which step it has begun and which it has ended, and, about once a second, that its threads still
+answer. Rank 0, whose watch sees a step that does not end, tells by these notes which rank is to blame.
+
 A step that raises is reported and the next one is taken: whether all ranks have failed alike, rank 0 finds out. The
 checksum of each step's tokens is compared with that of rank 0, so that ranks which would go different ways are noticed.
 """
@@ -19,6 +22,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -54,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 IDLE_S = 0.01  # without orders for so long, what is under way is collected
 KEPT = 16  # steps whose checksums are kept for rank 0's
-STOP_S = 3.0
+BEAT_S = 0.5  # between two signs of life
 
 
 def checksum(outcome: StepOutcome) -> int:
@@ -132,6 +136,7 @@ def _work(begin: Begin, channel: Channel, fds: Inherited) -> int:
         io.start()
         channel.send(Ready(agent.exports()))
         ring = RingReader(fds.ring, begin.rank - 1, begin.size - 1)
+        threading.Thread(target=show_life, args=(ring, io, agent.pulse), name="slipstream-beat", daemon=True).start()
 
         def copy(order: codec.CopyOrder, source: Any, destination: Any) -> None:
             job = CopyJob(order.peer, order.xfer, source, destination)
@@ -157,6 +162,10 @@ class CallThread(threading.Thread):
                 asyncio.run_coroutine_threadsafe(self._answer(message), self._loop)
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def pulse(self, answer: Callable[[], None]) -> None:
+        """Has the event loop call `answer`."""
+        self._loop.call_soon_threadsafe(answer)
+
     async def _answer(self, asked: Call) -> None:
         try:
             answer = await carry_out(self._rank, asked)
@@ -166,6 +175,22 @@ class CallThread(threading.Thread):
             return
         with contextlib.suppress(PeerLost):
             self._channel.send(answer)
+
+
+def show_life(ring: RingReader, io: CallThread, mover: Callable[[Callable[[], None]], None]) -> None:
+    """Beats in the ring for as long as the event loop and the mover answer; returns when the mover has ended."""
+    while True:
+        answered = threading.Event()
+        io.pulse(answered.set)
+        answered.wait()
+        answered.clear()
+        try:
+            mover(answered.set)
+        except PeerLost:
+            return
+        answered.wait()
+        ring.beat()
+        time.sleep(BEAT_S)
 
 
 class Orders:
@@ -197,6 +222,7 @@ class Orders:
                 case codec.PlanOrder():
                     while len(self._under_way) >= self._runner.depth:
                         self._collect()
+                    self._ring.begin(header.step)
                     self._runner.launch(what)
                     self._under_way.append((header.step, self._exchanges()))
                     if header.checked is not None:
@@ -221,6 +247,8 @@ class Orders:
             logger.exception("step %d failed at this rank", step)
             self._channel.send(StepFailed(step, exchanges, f"{type(error).__name__}: {error}"))
             return
+        finally:
+            self._ring.end(step)
         self._sums[step] = checksum(outcome)
         while len(self._sums) > KEPT:
             del self._sums[next(iter(self._sums))]

@@ -2,7 +2,8 @@
 
 Orders lie in memory that all have mapped (a memfd, which no name outlives). An order is cut into frames of at most a
 quarter of the ring, so that any order fits through any ring. For each reader there is a counter that only it writes:
-up to there it has taken everything; the writer waits for the slowest when the ring is full.
+up to there it has taken everything; the writer waits for the slowest when the ring is full. Beside it the reader keeps
+notes that cost it a store: how far it is, and that it lives. So the writer can tell who is behind, without asking.
 
 A reader sleeps on an eventfd of its own, which the writer raises by one for each frame, and it takes no frame that the
 eventfd has not told of. That wakes it without a spinning core, and the kernel's lock inside makes sure that what it
@@ -17,6 +18,7 @@ import select
 import struct
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +32,15 @@ SKIP = 2  # nothing here: the next frame is at the start of the ring
 COUNTER_BYTES = 64  # a cache line each
 FULL_PAUSE_S = 50e-6
 LONGEST_PAUSE_S = 2e-3
+
+
+class Notes(NamedTuple):
+    """What a reader has said of itself: the last steps that it has begun and ended, and a count that grows while it
+    lives; 0 before anything was said."""
+
+    begun: int
+    ended: int
+    beats: int
 
 
 class RingBroken(SlipstreamError):
@@ -60,6 +71,10 @@ class RingWriter:
 
     def fds(self, reader: int) -> tuple[int, int]:
         return self._fd, self._bells[reader]
+
+    def notes(self, reader: int) -> Notes:
+        """From any thread, while the ring is open."""
+        return Notes(*self._taken[reader, 1:4].tolist())
 
     def put(self, parts: Sequence[bytes], wait_s: float = 60.0) -> None:
         """Hands over one order, the parts of which lie one behind the other.
@@ -150,6 +165,18 @@ class RingReader:
             pieces.append(piece)
             if not flags & CONTINUED:
                 return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def begin(self, step: int) -> None:
+        """Notes that this step is being executed here."""
+        self._taken[self._reader, 1] = step
+
+    def end(self, step: int) -> None:
+        """Notes that this step is over here."""
+        self._taken[self._reader, 2] = step
+
+    def beat(self) -> None:
+        """Notes that this process lives. One other thread than that of the rest may call it."""
+        self._taken[self._reader, 3] += 1
 
     def _wait(self, timeout_s: float | None) -> bool:
         if not self._poll.poll(None if timeout_s is None else max(0.0, 1000 * timeout_s)):

@@ -9,6 +9,9 @@
 A thread starts the processes and then reads all channels. It lives as long as they do, because a child is tied to the
 thread that started it. A rank that ends unasked ends the worker: `lost` then says which and how, all that waits for it
 is answered, and `on_lost` is called once.
+
+A rank that hangs says nothing at all. The watch of rank 0 (engine/watch.py) notices, by a step that does not end or by
+`signs`; `blame` says which rank it is, `show_stacks` has the others say where they are, `kill` ends them.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import itertools
 import logging
 import queue
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +31,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -62,6 +67,13 @@ Result = TypeVar("Result")
 END_S = 5.0  # for a rank to end by itself when it is told to
 LOOK_S = 1.0
 SETTLE_S = 10.0  # for the other ranks to say that a step has failed there as well
+STACKS_S = 0.5  # for a rank to print where its threads are
+PROCESS_STATES = {
+    "T": "stopped by a signal",
+    "t": "stopped by a debugger",
+    "D": "in a call of the kernel",
+    "Z": "ended",
+}
 
 
 class RankLost(SlipstreamError):
@@ -110,9 +122,11 @@ class Team:
         self._lock = threading.Lock()
         self._ring_lock = threading.Lock()
         self._news = threading.Condition(self._lock)
-        self._closing = False
+        self._closing = False  # ends of ranks are expected
+        self._closed = False
         self._followers: list[_Follower] = []
         level, form = _logging()
+        self._prints_stacks = bool(level)  # logs.set_up has them printed at SIGUSR1
         begins = [
             Begin(
                 engine=msgspec.structs.replace(engine, device=device),
@@ -322,18 +336,69 @@ class Team:
             self._news.notify_all()
         self._on_lost(reason)
 
+    # ------------------------------------------------------------------------------------------- hangs
+
+    def signs(self) -> dict[int, Callable[[], int]]:
+        """For each other rank what reads its signs of life, a number that grows while its threads answer."""
+        return {f.rank: partial(self._beats, f.rank) for f in self._followers}
+
+    def _beats(self, rank: int) -> int:
+        return self._ring.notes(rank - 1).beats
+
+    def blame(self, step: int) -> str:
+        """Which ranks have not ended this step, in words."""
+        found = []
+        for follower in self._followers:
+            notes = self._ring.notes(follower.rank - 1)
+            if notes.ended >= step:
+                continue
+            what = "has begun it and not ended it" if notes.begun >= step else "has not taken it"
+            found.append(f"{self.named(follower.rank)} {what}")
+        return "; ".join(found) or "all other ranks have ended it"
+
+    def named(self, rank: int) -> str:
+        """A rank with its pid, and with the state of its process where that says something."""
+        process = self._followers[rank - 1].process
+        try:
+            state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            state = "Z"
+        known = PROCESS_STATES.get(state)
+        return f"rank {rank} (pid {process.pid}{', ' + known if known else ''})"
+
+    def show_stacks(self) -> None:
+        """Has the other ranks print where their threads are, and gives them time for it; a stopped one cannot."""
+        if not self._prints_stacks:
+            return
+        for follower in self._followers:
+            logger.error("%s prints where its threads are, if it can:", self.named(follower.rank))
+            with contextlib.suppress(OSError):
+                follower.process.send_signal(signal.SIGUSR1)
+            time.sleep(STACKS_S)
+
+    def kill(self) -> None:
+        """Ends all other ranks now, whatever they do; `close` has still to be called. Nobody is told of a loss."""
+        with self._lock:
+            self._closing = True
+        for follower in self._followers:
+            follower.process.kill()
+        for follower in self._followers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                follower.process.wait(END_S)
+
     # ------------------------------------------------------------------------------------------- the end
 
     def close(self) -> None:
         """Ends all other ranks: told to where they listen, by force otherwise. May be called twice."""
         with self._lock:
-            again, self._closing = self._closing, True
+            killed, again = self._closing, self._closed
+            self._closing = self._closed = True
         if again:
             return
-        if self.lost is None:
+        if self.lost is None and not killed:
             with contextlib.suppress(SlipstreamError):
                 self._ring.put(codec.encode_stop(), wait_s=1.0)
-        deadline = time.monotonic() + (END_S if self.lost is None else 0.0)
+        deadline = time.monotonic() + (END_S if self.lost is None and not killed else 0.0)
         for follower in self._followers:
             try:
                 follower.process.wait(max(0.0, deadline - time.monotonic()))

@@ -7,13 +7,16 @@ that links and preflights are done before a request needs them. From the routes 
 pairs have met. A pair whose KV layouts differ is refused here, with both layouts in the log and in the worker's view,
 not at the first request.
 
-One task beats once a second: it pings each worker, judges silence, and lets time-dependent decisions be made again.
+One task beats once a second: it pings each worker, judges silence, and lets time-dependent decisions be made again. A
+worker that is slow to answer keeps what it has; one that answers nothing for `silence_s` is taken for lost, because
+nobody waits for ever. Should it come back, it is linked again, and told to forget what it had.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from typing import Protocol
 
@@ -51,10 +54,18 @@ class Fleet:
     """All registered workers of one router. Used from one event loop only.
 
     `patience_s` is how long after the first worker the fleet waits for a role that nobody has had yet before workers
-    of the other role are borrowed for it.
+    of the other role are borrowed for it. `silence_s` is how long a linked worker may answer nothing; 0 is for ever.
     """
 
-    def __init__(self, router_id: str, events: FleetEvents, *, patience_s: float, heartbeat_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        router_id: str,
+        events: FleetEvents,
+        *,
+        patience_s: float,
+        heartbeat_s: float = 1.0,
+        silence_s: float = 0.0,
+    ) -> None:
         self.router_id = router_id
         self.workers: dict[str, RemoteWorker] = {}  # by URL
         self.served_name = ""
@@ -62,6 +73,7 @@ class Fleet:
         self._patience_s = patience_s
         self._heartbeat_s = heartbeat_s
         self._by_id: dict[str, RemoteWorker] = {}
+        self._silent_after = math.ceil(silence_s / heartbeat_s)
         self._roles_seen: set[Role] = set()
         self._first_up: float | None = None
         self._refused_pairs: set[tuple[str, str]] = set()  # already logged
@@ -300,7 +312,8 @@ class Fleet:
         while True:
             await asyncio.sleep(self._heartbeat_s)
             for worker in list(self._by_id.values()):
-                worker.beat(UNHEALTHY_AFTER, LOST_AFTER)
+                worker.beat(UNHEALTHY_AFTER, LOST_AFTER, self._silent_after)
+            self._forget_silent()
             self._events.fleet_changed()
 
 

@@ -33,6 +33,11 @@ class RouterMetrics:
         self.resubmissions = counter("resubmissions", "Requests continued on other workers, by cause.", "cause")
         self.finished = counter("finished", "Requests that ended with tokens, by finish reason.", "reason")
         self.failures = counter("failures", "Requests that ended with an error, by code.", "code")
+        self.given_up = counter(
+            "given_up_workers",
+            "Workers that answered nothing for worker_silence_s and were taken for lost.",
+            "worker",
+        )
         self.aborted = counter("aborted", "Requests that their client gave up.")
         self.stale_tokens = counter("stale_tokens", "Token messages of ended requests or earlier attempts, ignored.")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of placed requests.")
@@ -139,4 +144,4 @@ class FleetMetrics(Meters):
         }
 
     def _linked(self) -> list[WorkerView]:
-        return [view for view in self._views() if view.state not in ("connecting", "refused")]
+        return [view for view in self._views() if view.state not in ("connecting", "silent", "refused")]

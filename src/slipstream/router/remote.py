@@ -29,7 +29,7 @@ LAST_RETRY_S = 1.0
 REFUSED_RETRY_S = 5.0
 ANSWER_S = 5.0  # for /worker_info, for the connection, and for the Welcome
 
-WorkerState = Literal["connecting", "live", "unhealthy", "draining", "leaving", "refused"]
+WorkerState = Literal["connecting", "live", "unhealthy", "silent", "draining", "leaving", "refused"]
 
 
 class WorkerEvents(Protocol):
@@ -60,7 +60,8 @@ class RemoteWorker:
     """A registered URL and the worker process behind it, if there is one.
 
     `info`, `standing` and `link` belong to the current process: set while linked, None otherwise. `id` stays that of
-    the last process. `problem` says why the worker is not linked or not used, "" when all is well.
+    the last process. `problem` says why the worker is not linked or not used, "" when all is well. `silent`: its link
+    was cut because it answered nothing, and it has not answered since.
     """
 
     def __init__(self, url: str, role: Role | None, router_id: str, events: WorkerEvents) -> None:
@@ -75,6 +76,7 @@ class RemoteWorker:
         self.met: dict[str, float] = {}  # wire address of each peer in the last Meet -> when it was first named
         self.problem = ""
         self.refused = False
+        self.silent = False
         self.leaving = False
         self.healthy = True
         self.missed = 0
@@ -102,7 +104,7 @@ class RemoteWorker:
     @property
     def state(self) -> WorkerState:
         if self.link is None:
-            return "refused" if self.refused else "connecting"
+            return "refused" if self.refused else "silent" if self.silent else "connecting"
         if self.leaving:
             return "leaving"
         if self.status is not None and self.status.draining:
@@ -169,8 +171,8 @@ class RemoteWorker:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    def beat(self, unhealthy_after: int, lost_after: int) -> None:
-        """One heartbeat: judges the silence since the last one and pings again.
+    def beat(self, unhealthy_after: int, lost_after: int, silent_after: int) -> None:
+        """One heartbeat: judges the silence since the last one and pings again. `silent_after` 0 is never.
 
         Beats are counted, not seconds, so that a router that was itself held up does not blame its workers.
         """
@@ -187,6 +189,9 @@ class RemoteWorker:
             logger.log(
                 logging.INFO if healthy else logging.WARNING, "%s: %s", self.label, self.problem or "it answers again"
             )
+        if 0 < silent_after <= self.missed:
+            self.silent = True
+            return self.cut(f"it has answered none of {self.missed} heartbeats (worker_silence_s); it is given up")
             self._events.changed(self)
         self.ping()
 
@@ -260,7 +265,7 @@ class RemoteWorker:
         self.status = None
         self.routes.clear()
         self.met.clear()
-        self.problem, self.refused, self.healthy = "", False, True
+        self.problem, self.refused, self.silent, self.healthy = "", False, False, True
         self.missed, self._heard = 0, True
         self._events.up(self)
 

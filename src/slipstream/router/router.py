@@ -69,7 +69,9 @@ class Router:
         self._config = config
         self._changed = asyncio.Event()
         self._card: ModelCard | None = None
-        self._fleet = Fleet(self.id, self, patience_s=config.worker_wait_s, heartbeat_s=heartbeat_s)
+        self._fleet = Fleet(
+            self.id, self, patience_s=config.worker_wait_s, heartbeat_s=heartbeat_s, silence_s=config.worker_silence_s
+        )
         self._metrics = RouterMetrics(self.metrics_registry, lambda: self._lives.stages(), self._worker_states)
         self.metrics_registry.register(FleetMetrics(self.workers))
         self._lives = Lives(self._fleet, config, self._metrics, spans)
@@ -199,6 +201,8 @@ class Router:
     def worker_down(self, worker: RemoteWorker, reason: str) -> None:
         self._lives.worker_down(worker)
 
+        if worker.silent:
+            self._metrics.given_up.labels(worker.label).inc()
     def worker_message(self, worker: RemoteWorker, message: wire.Message) -> None:
         match message:
             case wire.StepOutput():

@@ -179,7 +179,7 @@ class Watch:
 
     async def _take(self) -> Snapshot:
         workers = self._workers()
-        linked = [worker for worker in workers if worker.get("state") not in ("connecting", "refused", None)]
+        linked = [worker for worker in workers if worker.get("state") not in ("connecting", "silent", "refused", None)]
         room = asyncio.Semaphore(AT_ONCE)
 
         async def ask(worker: dict[str, Any]) -> Reading:

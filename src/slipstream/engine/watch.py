@@ -1,0 +1,205 @@
+"""Notices that a worker hangs, and ends what cannot end itself.
+
+A thread looks, about once a second, at everything that has to get on: the oldest step under way, whoever has the turn
+at the core, the threads that must answer when they are asked, the other ranks (engine/guard.py lists them). Each is a
+*source*: it says what is under way, with a mark that changes as soon as it gets on. What keeps its mark for longer than
+it may is hung: `on_hang` is called, once, and the watch is over.
+
+The watch counts its own looks, not the clock: a process that was held up as a whole (a stopped container, a machine
+without memory) has not hung, and a look that comes late counts for no more than two.
+
+A step may take `limit_s`, and beside that ten times what its work would take at the best pace of any step so far
+(`Allowance`). So the limit is short where steps are, and no large prompt on a slow machine is taken for a hang.
+
+The watch's thread needs the interpreter. Native code that never gives it back stops this thread too; then `Alarm` ends
+the process. It is a timer of the kernel that each look puts off. When nobody does, the signal's handler, which is
+native as well, prints where all threads are, and the signal ends the process.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from slipstream.engine.plan import StepPlan
+from slipstream.errors import SlipstreamError
+
+TICK_S = 1.0
+LIKE_A_TOKEN = 4096  # tokens of context whose attention is taken to cost as much as the rest of a token's work
+SLACK = 10.0  # how much slower than the best step another may be, for the same work
+FIRST_GUESS_S = {"cpu": 0.05, "cuda": 1e-4}  # of a token, before any step has ended: slow machines, large models
+LAST_RESORT = 2.0  # limits without a look, before the alarm ends the process
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """What a source has to get on with. `mark` is another one as soon as it has; `what` says it in words.
+
+    It may take `more_s` longer than the limit.
+    """
+
+    mark: object
+    what: Callable[[], str]
+    more_s: float = 0.0
+
+
+Source = Callable[[], UnderWay | None]
+
+
+class Watch:
+    """The watching thread of one worker. `on_hang(what, seconds)` is called there, at most once.
+
+    `sources` are asked at every look, by name; they must neither wait nor raise. `on_look` is called before them.
+    """
+
+    def __init__(
+        self,
+        limit_s: float,
+        sources: dict[str, Source],
+        on_hang: Callable[[str, float], None],
+        *,
+        on_look: Callable[[], None] | None = None,
+    ) -> None:
+        self._limit_s = limit_s
+        self._sources = sources
+        self._on_hang = on_hang
+        self._on_look = on_look
+        self._tick_s = min(TICK_S, limit_s / 8)
+        self._seen: dict[str, tuple[object, float]] = {}  # source -> its mark, and for how long it has been that
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="slipstream-watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns when no look is under way any more."""
+        self._stopped.set()
+        if threading.current_thread() is not self._thread and self._thread.ident is not None:
+            self._thread.join()
+        self._seen.clear()
+
+    def age(self, source: str) -> float:
+        """Seconds that the present work of this source has been looked at without getting on."""
+        return self._seen.get(source, (None, 0.0))[1]
+
+    def look(self, passed_s: float) -> bool:
+        """One look, `passed_s` after the one before; False when something hangs."""
+        if self._on_look is not None:
+            self._on_look()
+        for name, source in self._sources.items():
+            now = source()
+            if now is None:
+                self._seen.pop(name, None)
+                continue
+            mark, age = self._seen.get(name, (None, 0.0))
+            age = age + passed_s if mark == now.mark else 0.0
+            self._seen[name] = (now.mark, age)
+            if age > self._limit_s + now.more_s:
+                self._on_hang(now.what(), age)
+                return False
+        return True
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._stopped.wait(self._tick_s):
+            now = time.monotonic()
+            passed, last = min(now - last, 2 * self._tick_s), now
+            if not self.look(passed):
+                return
+
+
+class Pulse:
+    """A source that asks a thread for a sign of life. `ask(answer)` has that thread call `answer`; must not wait."""
+
+    def __init__(self, what: str, ask: Callable[[Callable[[], None]], None]) -> None:
+        self._what = what
+        self._ask = ask
+        self._asked = self._answered = 0
+
+    def __call__(self) -> UnderWay | None:
+        if self._asked == self._answered:
+            number = self._asked = self._asked + 1
+            try:
+                self._ask(lambda: setattr(self, "_answered", number))
+            except (SlipstreamError, RuntimeError):  # it has ended in order
+                self._answered = number
+                return None
+        return UnderWay(self._asked, lambda: self._what)
+
+
+class Allowance:
+    """How much longer than others a step may take for the work in it; `learn` is told of each step that has ended.
+
+    The work of a token counts one, and one more for each `LIKE_A_TOKEN` tokens of context that it attends to.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._best_s = FIRST_GUESS_S["cpu" if device == "cpu" else "cuda"]
+        self._guessed = True
+
+    def learn(self, plan: StepPlan, seconds: float) -> None:
+        if not self._guessed and len(plan.token_ids) <= plan.sequences:
+            return  # steps that only decode say less than chunks do
+        pace = seconds / max(1.0, work(plan))
+        self._best_s = pace if self._guessed else min(self._best_s, pace)
+        self._guessed = False
+
+    def of(self, plan: StepPlan) -> float:
+        """In seconds."""
+        return SLACK * work(plan) * self._best_s
+
+
+def work(plan: StepPlan) -> float:
+    lengths = np.diff(plan.query_start)
+    return float((lengths * (1.0 + plan.context_lens / LIKE_A_TOKEN)).sum())
+
+
+def step_in_words(plan: StepPlan) -> str:
+    lengths = np.diff(plan.query_start)
+    decoding = int((lengths == 1).sum())
+    kind = "decode" if decoding == plan.sequences else "prefill" if not decoding else "mixed"
+    tokens = len(plan.token_ids)
+    return f"{kind} step {plan.step} ({plan.sequences} sequences, {tokens} tokens)"
+
+
+def stacks() -> str:
+    """Where all threads of this process are, by name."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = []
+    for ident, frame in sys._current_frames().items():
+        lines = "".join(traceback.format_stack(frame)).rstrip()
+        parts.append(f"thread {names.get(ident, ident)} (innermost call last):\n{lines}")
+    return "\n".join(parts)
+
+
+class Alarm:
+    """Ends this process by SIGALRM, with the stacks of all threads, when it is not put off for `seconds`.
+
+    Only for a process that has nothing else to do: the timer and the signal are the process's own.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._closed = False
+        faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)
+
+    def put_off(self) -> None:
+        with self._lock:
+            if not self._closed:
+                signal.setitimer(signal.ITIMER_REAL, self._seconds)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            faulthandler.unregister(signal.SIGALRM)
