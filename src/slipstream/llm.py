@@ -34,7 +34,7 @@ from slipstream.front.tokenizer import Tokenizer, load_tokenizer
 from slipstream.launch.devices import this_machine
 from slipstream.launch.offline import Answer, Background, Bar, Completion
 from slipstream.launch.spec import Placement, place, refuse_idle_transport
-from slipstream.launch.watch import http_get
+from slipstream.launch.watch import http_call
 from slipstream.router import Router
 from slipstream.settings import OFFLINE, nearest
 from slipstream.transfer.transports.local import Neighbourhood
@@ -186,7 +186,7 @@ class LLM:
         """The books of the router and of each worker by name; every `problems` is empty when they are right."""
         books = {"router": msgspec.to_builtins(self._background.call(_audit(self._router)))}
         for worker in self._workers:
-            _, body = http_get(worker.info.http, "/audit")
+            _, body = http_call("GET", worker.info.http, "/audit")
             books[worker.info.name] = msgspec.json.decode(body)
         return books
 

@@ -173,6 +173,47 @@ def test_a_cluster_with_an_api_key_comes_together_and_asks_for_it(tiny: str, mon
         program.ends()
 
 
+def alarms(output: str) -> list[str]:
+    """Lines that look like trouble."""
+    return re.findall(r"(?im)^.*\b(?:warning|error|critical|traceback|exception|errno|lost|refused)\b.*$", output)
+
+
+def test_an_ordinary_start_and_an_ordinary_end_say_nothing_that_looks_like_trouble(tiny: str):
+    with serving("--prefill", "2", "--decode", "2", model=tiny) as (program, server, pids):
+        assert server.complete()
+        assert len(pids) == 5
+        program.process.send_signal(signal.SIGINT)
+        assert program.ends() == 0
+        assert "all processes have ended" in program.output
+        assert alarms(program.output) == []
+        ending = program.output[program.output.index("ending: requests under way") :]
+        assert "closed the connection" not in ending, ending
+
+
+@pytest.mark.parametrize("end", [("router", "p", "d"), ("d", "p", "router")])
+def test_pieces_that_start_and_end_one_by_one_say_nothing_that_looks_like_trouble(tiny: str, end: tuple[str, ...]):
+    ports = {name: free_port() for name in ("router", "p", "d")}
+    p, d = (f"http://127.0.0.1:{ports[name]}" for name in ("p", "d"))
+    server = Server(f"http://127.0.0.1:{ports['router']}")
+    commands = {"router": ["router", "--port", str(ports["router"]), "--prefill", p, "--decode", d]}
+    for name, role in (("p", "prefill"), ("d", "decode")):
+        port = ["--port", str(ports[name])]
+        commands[name] = ["worker", tiny, "--role", role, "--name", name, *port, "--join", server.url, *SMALL]
+    programs = {name: Program(*command) for name, command in commands.items()}
+    try:
+        until(lambda: set(server.pids()) == {"p", "d"} and server.ready(), "both workers are linked")
+        assert server.complete()
+        for name in end:
+            programs[name].process.send_signal(signal.SIGINT)
+            assert programs[name].ends() == 0
+    finally:
+        for program in programs.values():
+            if program.process.poll() is None:
+                program.process.kill()
+                program.process.wait()
+    assert {name: alarms(program.output) for name, program in programs.items()} == {"router": [], "p": [], "d": []}
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         return sock.getsockname()[1]
@@ -210,3 +251,22 @@ def test_generate_prints_the_answer():
     result = subprocess.run([*command, *options], capture_output=True, text=True, timeout=LIMIT_S)
     assert result.returncode == 0, result.stderr
     assert "Paris" in result.stdout
+
+
+def test_an_address_that_a_worker_has_left_is_withdrawn_from_a_router_that_was_started_again_with_it(tiny: str):
+    with serving(model=tiny) as (program, server, pids):
+        os.kill(pids["router"], signal.SIGKILL)
+        until(lambda: "router-" in program.output and server.ready() and len(server.pids()) == 2, "the router is back")
+        before = {worker["url"] for worker in server.get("/workers")[1]["workers"]}
+        for _ in range(2):  # behind the second end within a short time it gets another port
+            pid = server.pids()["prefill-0"]
+            os.kill(pid, signal.SIGKILL)
+            until(lambda old=pid: server.pids().get("prefill-0", old) != old, "prefill-0 is back")
+        live = {w["url"] for w in server.get("/workers")[1]["workers"] if w["state"] == "live"}
+        assert len(live - before) == 1
+        until(
+            lambda: [w["state"] for w in server.get("/workers")[1]["workers"]] == ["live"] * 2, "nobody is waited for"
+        )
+        assert server.complete()
+        program.process.send_signal(signal.SIGTERM)
+        assert program.ends() == 0

@@ -126,7 +126,7 @@ class ScriptedRouter:
             if task is not asyncio.current_task():  # a script whose token ended the request goes on, unheard
                 task.cancel()
 
-    def add_worker(self, url: str, role: Role | None = None) -> dict[str, Any]:
+    def add_worker(self, url: str, role: Role | None = None, *, joins: bool = False) -> dict[str, Any]:
         if not url.startswith("http://"):
             raise ConfigError(f"{url!r} is not a worker's address. Give http://HOST:PORT")
         self.urls[url] = role

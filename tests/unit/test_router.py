@@ -22,7 +22,7 @@ from slipstream.errors import (
     NoWorkers,
     QueueFull,
 )
-from slipstream.router import Router
+from slipstream.router import Router, fleet
 from slipstream.router.fetch import normalize
 from slipstream.router.metrics import RouterMetrics
 from slipstream.types import Tokens
@@ -137,7 +137,7 @@ async def test_a_worker_that_is_loading_is_asked_again(cluster: Cluster) -> None
     router = Router(RouterConfig(both=(toy.url,)))
     cluster.routers.append(router)
     await router.start()
-    await until(lambda: "503" in view(router, toy).problem)
+    await until(lambda: view(router, toy).problem == "it is loading its model")
     assert not router.ready
     assert router.model_card() is None
     toy.loading = False
@@ -358,6 +358,50 @@ async def test_a_worker_that_the_operator_named_is_waited_for_after_its_goodbye(
     assert [shown.url for shown in router.workers()] == [toy.url]
     await cluster.restart(toy)
     assert await router.wait_ready(10)
+
+
+async def test_a_worker_that_joined_and_is_gone_without_a_word_is_forgotten_and_one_that_was_named_is_not(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "FORGET_S", 0.3)
+    guest, named, both_ways = [await cluster.toy("both", name=name) for name in ("guest", "named", "both-ways")]
+    router = await cluster.router(named)
+    router.add_worker(guest.url, joins=True)
+    router.add_worker("http://127.0.0.1:1", joins=True)  # it ended before it was linked
+    router.add_worker(both_ways.url, joins=True)
+    router.add_worker(both_ways.url)
+    await cluster.met([guest, named, both_ways])
+    await until(lambda: len(router.workers()) == 3)  # linked ones stay, however long ago they joined
+    assert view(router, guest).state == "live"
+    for toy in (guest, named, both_ways):
+        await toy.kill()
+    await until(lambda: len(router.workers()) == 2)
+    assert {shown.url for shown in router.workers()} == {named.url, both_ways.url}
+    await cluster.restart(guest)
+    router.add_worker(guest.url, joins=True)
+    assert await router.wait_ready(10)
+
+
+@pytest.mark.parametrize(("status", "warned"), [("loading", False), ("ended", False), ("failed: no memory", True)])
+async def test_a_worker_that_loads_or_ends_is_waited_for_without_a_warning(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, status: str, warned: bool
+) -> None:
+    caplog.set_level("INFO")
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.0 503 x\r\n\r\n" + msgspec.json.encode({"status": status}))
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    router = await cluster.router()
+    async with server:
+        router.add_worker(url, "both")
+        await until(lambda: router.workers()[0].problem)
+    said = "not linked, trying again" if warned else f"waiting for a worker at {url}: it is"
+    assert said in caplog.text
+    assert warned == any(record.levelno >= logging.WARNING for record in caplog.records)
 
 
 async def test_a_name_that_comes_back_elsewhere_leaves_no_ghost(cluster: Cluster) -> None:

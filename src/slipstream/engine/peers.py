@@ -230,14 +230,14 @@ class Peers:
         self._start(self._keepers, self._beat(link, way, heard))
         while await link.receive() is not None:
             pass
-        if self._closing or link.farewell is not None:
+        if self._closing:
+            logger.debug("decode worker gone, since this worker ends: %s", link.label)
+        elif link.farewell is not None:
             logger.info("decode worker gone: %s", link.lost_because)
         else:
             logger.warning("decode worker lost: %s", link.lost_because)
         await self._destination_lost(peer, way)
         self._opening.pop(address, None)  # behind the loss: whoever opens anew finds it settled
-
-    # ------------------------------------------------------------------------------------------- as a destination
 
     async def _beat(self, link: Link, way: str, heard: asyncio.Event) -> None:
         """Ends a link on which nothing is heard any more, or a copy does not end. Counts beats, not seconds, so that a
@@ -264,6 +264,8 @@ class Peers:
     def closing_route(self) -> str | None:
         """The routes of a lost link that have been closing for longest. From any thread."""
         return next(iter(self._closing_routes), None)
+
+    # ------------------------------------------------------------------------------------------- as a destination
 
     async def accept(self, link: Link, hello: wire.Hello) -> None:
         """Serves a link that another worker opened, until it ends."""
@@ -295,7 +297,8 @@ class Peers:
                 await probes.handle(message)
         finally:
             await probes.close()
-            logger.info("prefill worker gone: %s", link.lost_because or f"{link.label}: this worker ends")
+            level = logging.DEBUG if self._closing else logging.INFO
+            logger.log(level, "prefill worker gone: %s", link.lost_because or f"{link.label}: this worker ends")
             await self._source_lost(peer)
             self._served.pop(peer, None)
             ended.set()
@@ -349,13 +352,13 @@ class Peers:
             )  # fmt: skip
         self._post(partial(EngineCore.destination_lost, peer_id=peer))
         self._on_routes()
-
-    async def _source_lost(self, peer: str) -> None:
-        self._links.pop((peer, False), None)
         try:
             await closed
         finally:
             self._closing_routes.remove(way)
+
+    async def _source_lost(self, peer: str) -> None:
+        self._links.pop((peer, False), None)
         if await handshake.source_gone(self._ranks, peer):  # otherwise this worker is ending itself
             self._post(partial(EngineCore.source_lost, peer_id=peer))
 

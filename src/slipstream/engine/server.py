@@ -240,7 +240,9 @@ class WorkerServer:
 
     def _router_gone(self, router: str, link: Link) -> None:
         goodbye = link.farewell
-        if goodbye is None:
+        if self.state == "ended":
+            logger.debug("router %s gone, since this worker ends", router)
+        elif goodbye is None:
             logger.info("router %s gone: %s", router, link.lost_because or LEAVING)
         elif self._dismissed.get(router) != goodbye:
             logger.log(logging.WARNING if goodbye.dismissed else logging.INFO, "router %s: %s", router, goodbye.reason)
@@ -425,7 +427,8 @@ class WorkerServer:
                     joined = await register(url, self.info.http, api_key)
                     said = ""
                 except (OSError, TimeoutError, ValueError) as error:
-                    if (reason := str(error) or "it does not answer") != said:
+                    refused = isinstance(error, ConnectionRefusedError)
+                    if (reason := "nothing listens there" if refused else str(error) or "it does not answer") != said:
                         said = reason
                         logger.info("waiting for the router at %s: %s", url, said)
             linked = joined in self._routers
@@ -435,7 +438,7 @@ class WorkerServer:
 async def register(router_url: str, worker_url: str, api_key: str = "") -> str:
     """Asks a router to connect to this worker; returns the router's id. Raises OSError, TimeoutError or ValueError."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    body = msgspec.json.encode({"url": worker_url})
+    body = msgspec.json.encode({"url": worker_url, "joins": True})
     status, answer = await call("POST", f"{router_url}/workers", body=body, headers=headers, timeout_s=JOIN_S)
     if not 200 <= status < 300:
         raise ValueError(f"it answered {status}: {answer[:500].decode(errors='replace')}")

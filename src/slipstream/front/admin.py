@@ -144,7 +144,7 @@ class Admin:
     async def add_worker(self, exchange: Exchange) -> None:
         body = self._worker_body(await exchange.body(self._limit))
         try:
-            worker = self._backend.add_worker(body.url, body.role)
+            worker = self._backend.add_worker(body.url, body.role, joins=bool(body.joins))
         except ConfigError as error:
             raise InvalidRequest(error.message, param="url") from error
         await exchange.json({"router": self._backend.id, "worker": worker})

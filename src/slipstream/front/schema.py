@@ -174,6 +174,9 @@ class WorkerBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     role: Annotated[typing.Literal["prefill", "decode", "both"], Meta(description="prefill, decode or both")] | None = (
         None
     )
+    joins: Annotated[bool, Meta(description="true or false")] | None = (
+        None  # the worker itself asks, until it is linked
+    )
 
 
 # The values of unsupported fields that ask for nothing; null, false, "", [] and {} always do.

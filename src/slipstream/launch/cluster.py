@@ -55,6 +55,7 @@ class Cluster:
         self._routeless_since = 0.0
         self._silences = Silences()
         self._live: dict[str, Member] = {}  # as they were last seen, by name
+        self._former: set[str] = set()  # addresses that workers have left for others
         self._socket = listen(config.front.host, config.front.port)
         self.port: int = self._socket.getsockname()[1]
         self.url = url_of(config.front.host, self.port)
@@ -172,7 +173,6 @@ class Cluster:
         while not self._interrupts:
             self._supervisor.poll(5.0)
             self._note_members(watcher)
-
             self._end_silent(watcher)
 
     def _end_silent(self, watcher: Watcher) -> None:
@@ -194,6 +194,7 @@ class Cluster:
             child = children[name]
             if child.running and child.pid not in heard and child.age_s > self._config.launch.start_timeout_s:
                 self._supervisor.end(name, f"was not ready {child.age_s:.0f} s after its start (start_timeout_s)")
+
     def _note_members(self, watcher: Watcher) -> None:
         """Who is live is up, and is found at the same port in its next life, as long as that port can be had."""
         snapshot, children = watcher.latest, self._supervisor.children
@@ -208,6 +209,7 @@ class Cluster:
                 news = True
                 self._note_live(child, member)
         if news:
+            watcher.former = frozenset(self._former)
             known: list[tuple[Role, str]] = [(member.role, member.url) for member in self._live.values()]
             children[ROUTER_NAME].spec = router_again(self._router_spec, known, ACCEPT_AFTER_S)
         for child in children.values():
@@ -218,6 +220,8 @@ class Cluster:
         before = self._live.get(member.name)
         if before is not None and before.pid != member.pid:
             logger.info("%s is back: pid %d at %s", member.name, member.pid, member.url)
+            self._former.add(before.url)
+        self._former.discard(member.url)
         self._live[member.name] = member
         child.spec = with_port(self._worker_specs[member.name], urlsplit(member.url).port or 0)
 

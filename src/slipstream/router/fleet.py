@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 MEET_GRACE_S = 2.0  # how long requests wait for a pair's first route before the pair is tried without one
 LOST_AFTER = 3  # missed heartbeats after which a worker on another machine is lost
+FORGET_S = 60.0  # after which a worker that joined by itself, and is gone without a word, is waited for no longer
 UNHEALTHY_AFTER = 5  # missed heartbeats after which a linked worker gets nothing new
 
 
@@ -72,8 +73,8 @@ class Fleet:
         self._events = events
         self._patience_s = patience_s
         self._heartbeat_s = heartbeat_s
-        self._by_id: dict[str, RemoteWorker] = {}
         self._silent_after = math.ceil(silence_s / heartbeat_s)
+        self._by_id: dict[str, RemoteWorker] = {}
         self._roles_seen: set[Role] = set()
         self._first_up: float | None = None
         self._refused_pairs: set[tuple[str, str]] = set()  # already logged
@@ -94,8 +95,11 @@ class Fleet:
             self.forget(worker, "the router ends", dismissed=False)
         await asyncio.gather(*self._stopping, return_exceptions=True)
 
-    def add(self, url: str, role: Role | None = None) -> RemoteWorker:
+    def add(self, url: str, role: Role | None = None, *, joins: bool = False) -> RemoteWorker:
         """Registers a URL, or wakes the one that is registered; a role given now replaces an earlier one's lack.
+
+        One that `joins` asks for this itself, again and again until it is linked, so that it need not be waited for
+        when it is gone.
 
         Raises ConfigError when `url` is no address, or is registered for another role.
         """
@@ -103,6 +107,7 @@ class Fleet:
         worker = self.workers.get(url)
         if worker is None:
             worker = self.workers[url] = RemoteWorker(url, role, self.router_id, self)
+            worker.joins = joins
             worker.start()
         elif role is not None and worker.wanted_role not in (role, None):
             raise ConfigError(
@@ -110,7 +115,9 @@ class Fleet:
                 "Remove it first, or use role=both."
             )
         else:
+            worker.joins = worker.joins and joins
             worker.retry_now()
+        worker.seen = time.monotonic()
         return worker
 
     def find(self, url_or_id: str) -> RemoteWorker:
@@ -239,6 +246,7 @@ class Fleet:
 
     def down(self, worker: RemoteWorker, reason: str) -> None:
         self._by_id.pop(worker.id, None)
+        worker.seen = time.monotonic()
         if worker.leaving or worker.said_goodbye:
             logger.info("%s left: %s", worker.label, reason)
         else:
@@ -252,6 +260,16 @@ class Fleet:
         """One that had joined by itself will come back by itself; one that was named here is waited for."""
         if worker.wanted_role is None:
             self.forget(worker)
+
+    def _forget_silent(self) -> None:
+        """Takes out those that joined by themselves and have ended without a word: at that address nobody may ever be
+        again, and if the same worker is, it joins again."""
+        for worker in list(self.workers.values()):
+            gone = time.monotonic() - worker.seen
+            if worker.joins and worker.link is None and gone > FORGET_S and not worker.silent:
+                text = "%s at %s has been gone for %.0f s; it is forgotten until it joins again"
+                logger.info(text, worker.name, worker.url, gone)
+                self.forget(worker)
 
     def _forget_former(self, worker: RemoteWorker) -> None:
         """Takes out registrations of a process that came back elsewhere under its name."""

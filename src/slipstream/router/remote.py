@@ -16,7 +16,7 @@ import socket
 from typing import Literal, Protocol
 
 from slipstream import wire
-from slipstream.router.fetch import NotAWorker, worker_info
+from slipstream.router.fetch import NotAWorker, NotReady, worker_info
 from slipstream.router.place import Standing
 from slipstream.stream import Link
 from slipstream.types import Role
@@ -78,6 +78,8 @@ class RemoteWorker:
         self.refused = False
         self.silent = False
         self.leaving = False
+        self.joins = False  # it was registered by the worker itself, which does so again whenever it is not linked
+        self.seen = 0.0  # when it was last registered or linked
         self.healthy = True
         self.missed = 0
         self.pings = 0
@@ -100,6 +102,11 @@ class RemoteWorker:
     @property
     def label(self) -> str:
         return self.info.name if self.info is not None and self.info.name else self.url
+
+    @property
+    def name(self) -> str:
+        """For sentences that give its URL too."""
+        return self.info.name if self.info is not None and self.info.name else "a worker"
 
     @property
     def state(self) -> WorkerState:
@@ -182,6 +189,9 @@ class RemoteWorker:
         self._heard = False
         if not self.same_machine and self.missed >= lost_after:
             return self.cut(f"{self.label} on {self.info.host if self.info else '?'} missed {self.missed} heartbeats")
+        if 0 < silent_after <= self.missed:
+            self.silent = True
+            return self.cut(f"it has answered none of {self.missed} heartbeats (worker_silence_s); it is given up")
         healthy = self.missed < unhealthy_after
         if healthy != self.healthy:
             self.healthy = healthy
@@ -189,9 +199,6 @@ class RemoteWorker:
             logger.log(
                 logging.INFO if healthy else logging.WARNING, "%s: %s", self.label, self.problem or "it answers again"
             )
-        if 0 < silent_after <= self.missed:
-            self.silent = True
-            return self.cut(f"it has answered none of {self.missed} heartbeats (worker_silence_s); it is given up")
             self._events.changed(self)
         self.ping()
 
@@ -204,7 +211,7 @@ class RemoteWorker:
                 await self._round()
                 if loop.time() - begun > LAST_RETRY_S:
                     pause = FIRST_RETRY_S  # it lasted; one that falls again and again is asked less often
-            except (OSError, TimeoutError, UnicodeError, NotAWorker, Refused) as error:
+            except (OSError, TimeoutError, UnicodeError, NotReady, NotAWorker, Refused) as error:
                 self._explain(error)
             except Exception:  # the edge between one worker and the rest: its link begins anew, the others go on
                 logger.exception("%s: the link ended by a fault of this router; its requests go elsewhere", self.url)
@@ -287,10 +294,14 @@ class RemoteWorker:
 
     def _explain(self, error: Exception) -> None:
         self.refused = isinstance(error, Refused)
-        text = str(error) or type(error).__name__
+        self.silent = self.silent and isinstance(error, TimeoutError)
+        text = "nothing listens there" if isinstance(error, ConnectionRefusedError) else str(error)
+        text = text or type(error).__name__
         if text == self.problem:
             return
         self.problem = text
-        log = logger.warning if isinstance(error, (Refused, NotAWorker)) else logger.info
-        log("%s: not linked yet, trying again: %s", self.url, text)
+        if isinstance(error, (Refused, NotAWorker)):
+            logger.warning("%s: not linked, trying again: %s", self.url, text)
+        else:
+            logger.info("waiting for %s at %s: %s", self.name, self.url, text)
         self._events.changed(self)

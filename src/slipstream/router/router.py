@@ -129,12 +129,14 @@ class Router:
 
     # ------------------------------------------------------------------------------------------ workers
 
-    def add_worker(self, url: str, role: Role | None = None) -> WorkerView:
+    def add_worker(self, url: str, role: Role | None = None, *, joins: bool = False) -> WorkerView:
         """Registers the worker whose HTTP port is at `url`; it is linked as soon as it answers.
 
-        `role` overrides what the worker says of itself. Registering a URL again does no harm. Raises ConfigError.
+        `role` overrides what the worker says of itself. `joins` says that the worker itself asks, again and again until
+        it is linked: it is forgotten when it has been gone for a minute. Registering a URL again does no harm. Raises
+        ConfigError.
         """
-        return self._view(self._fleet.add(url, role))
+        return self._view(self._fleet.add(url, role, joins=joins))
 
     def remove_worker(self, url_or_id: str, drain: bool = True) -> WorkerView:
         """Takes a worker out, found by URL, id or name; raises ConfigError when there is none.
@@ -199,10 +201,10 @@ class Router:
         self._lives.worker_up(worker)
 
     def worker_down(self, worker: RemoteWorker, reason: str) -> None:
-        self._lives.worker_down(worker)
-
         if worker.silent:
             self._metrics.given_up.labels(worker.label).inc()
+        self._lives.worker_down(worker)
+
     def worker_message(self, worker: RemoteWorker, message: wire.Message) -> None:
         match message:
             case wire.StepOutput():
