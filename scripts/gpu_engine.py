@@ -2,16 +2,19 @@
 
     python scripts/gpu_engine.py [STEP ...] [--out FOLDER]
 
-Steps: tests (tests/gpu/test_engine.py), bench (bench engine), sampling (drawing tokens from logits, microseconds,
-beside plain torch), prompts (tests of prompt graphs; then what steps with prompts cost host and device with and without
-them, and what capturing takes; `--shapes tiny --device cpu` tries it without a GPU). Without a step: all. Results are
-printed as they come. Shapes of kernels are compared by `gpu_shapes.py`. Needs torch, triton and one GPU.
+Steps: tests (tests/gpu/test_engine.py), bench (`slipstream bench engine`, beside the goals), fp8 and flashinfer (the
+same with a KV cache of one byte a number, and with FlashInfer's prefill attention, beside `bench` where both ran),
+sampling (drawing tokens from logits, microseconds, beside plain torch), prompts (tests of prompt graphs; then what
+steps with prompts cost host and device with and without them, and what capturing takes). Without a step: all. Results
+are printed as they come; figures with their goals are in FOLDER/figures.jsonl. Shapes of kernels are compared by
+`gpu_shapes.py`. Needs torch, triton and one GPU; `--shapes tiny --device cpu` tries `prompts` without one.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -20,11 +23,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gpu_figures import Figures
+from gpu_models import graph_us
 from gpu_prompts import prompts
 
 ROOT = Path(__file__).resolve().parent.parent
-STEPS = ("tests", "bench", "sampling", "prompts")
+STEPS = ("tests", "bench", "fp8", "flashinfer", "sampling", "prompts")
 PROMPT_TESTS = "prompt or step"  # of tests/gpu/test_engine.py
+BENCHES: dict[str, tuple[str, ...]] = {
+    "bench": ("--sampled",),
+    "fp8": ("--kv-dtype", "fp8"),
+    "flashinfer": ("--attention-backend", "flashinfer", "--batches", "1"),
+}
+GOALS = {  # milliseconds, at a context of 1,024 tokens, or of a prompt of 8,192
+    ("1.5b", "decode", 1): 1.3,
+    ("1.5b", "decode", 32): 1.9,
+    ("1.5b", "decode", 256): 4.4,
+    ("1.5b", "prefill", 1): 46.0,
+    ("8b", "decode", 1): 4.9,
+    ("8b", "decode", 32): 5.9,
+    ("8b", "decode", 256): 15.0,
+    ("8b", "prefill", 1): 205.0,
+}
+GAP_MS = 0.2  # a step of the loop, less the replay of its graph
 
 
 def main() -> int:
@@ -35,26 +56,64 @@ def main() -> int:
     parser.add_argument("--device", default="cuda:0", help="prompts: cpu runs the kernels' twins")
     parser.add_argument("--kernels", action="store_true", help="bench: also what each kernel takes")
     arguments = parser.parse_args()
+    unknown = set(arguments.steps) - set(STEPS)
+    if unknown:
+        parser.error(f"no such step: {', '.join(sorted(unknown))}; there are {', '.join(STEPS)}")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     failures = 0
     for step in arguments.steps or STEPS:
         began = time.monotonic()
         print(f"== {step}", flush=True)
-        if step == "tests":
-            failures += gpu_tests(environment, "")
-        elif step == "prompts":
-            failures += gpu_tests(environment, PROMPT_TESTS)
-            tried = {"tokens": (16, 80), "decodes": (0, 3), "repeats": 1} if arguments.device == "cpu" else {}
-            prompts(arguments.shapes, arguments.device, **tried)
-        elif step == "bench":
-            command = [sys.executable, "-m", "slipstream", "bench", "engine", "--sampled", "--shapes", arguments.shapes]
-            command += ["--json", str(arguments.out / "engine.json"), *(["--kernels"] if arguments.kernels else [])]
-            failures += subprocess.run(command, cwd=ROOT, env=environment).returncode != 0
-        else:
-            sampling()
+        try:
+            failures += run_step(step, arguments)
+        except Exception as error:  # one step's trouble leaves the others
+            print(f"-- {step}: {type(error).__name__}: {error}", flush=True)
+            failures += 1
         print(f"== {step}: {time.monotonic() - began:.1f} s", flush=True)
     return failures
+
+
+def run_step(step: str, arguments: argparse.Namespace) -> int:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    figures = Figures(arguments.out, step)
+    if step == "tests":
+        return gpu_tests(environment, "")
+    if step == "prompts":
+        failed = gpu_tests(environment, PROMPT_TESTS) if arguments.device != "cpu" else 0
+        tried = {"tokens": (16, 80), "decodes": (0, 3), "repeats": 1} if arguments.device == "cpu" else {}
+        prompts(arguments.shapes, arguments.device, figures, **tried)
+        return failed
+    if step == "sampling":
+        sampling()
+        return 0
+    path = arguments.out / f"{step}.json"
+    command = [sys.executable, "-m", "slipstream", "bench", "engine", "--shapes", arguments.shapes, *BENCHES[step]]
+    command += ["--json", str(path), *(["--kernels"] if arguments.kernels else [])]
+    failed = subprocess.run(command, cwd=ROOT, env=environment).returncode != 0
+    if path.exists():
+        judge(step, json.loads(path.read_text())["rows"], arguments.out / "bench.json", figures)
+    return failed
+
+
+def judge(step: str, rows: list[dict[str, Any]], plain: Path, figures: Figures) -> None:
+    """Goals belong to `bench`; of another step it is said how it compares with that one."""
+    names = ("model", "kind", "batch")
+    others = json.loads(plain.read_text())["rows"] if step != "bench" and plain.exists() else []
+    before = {tuple(row[name] for name in names): row["step_ms"] for row in others}
+    for row in rows:
+        key = tuple(row[name] for name in names)
+        name = f"{row['model']} prompt of {row['context']}" if row["kind"] == "prefill" else ""
+        name = name or f"{row['model']} {row['kind']} batch {row['batch']} at {row['context']}"
+        share = f"{100 * row['limit_ms'] / row['step_ms']:.0f} % of the limit, {row.get('clock_mhz', 0)} MHz"
+        if key in before:
+            share += f"; {row['step_ms'] / before[key]:.2f} x of plain"
+        figures.add(name, row["step_ms"], "ms", most=GOALS.get(key) if step == "bench" else None, note=share)
+        if row["kind"] == "prefill" and row.get("alone_ms"):
+            figures.add(
+                f"{name}, after a pause", row["alone_ms"], "ms", most=GOALS.get(key) if step == "bench" else None
+            )
+        if step == "bench" and row.get("device_ms"):
+            figures.add(f"{name}, step - graph", row["step_ms"] - row["device_ms"], "ms", most=GAP_MS)
 
 
 def gpu_tests(environment: dict[str, str], chosen: str) -> bool:
@@ -63,23 +122,6 @@ def gpu_tests(environment: dict[str, str], chosen: str) -> bool:
     command += ["-k", chosen] if chosen else []
     command += ["-n", "8"] if importlib.util.find_spec("xdist") else []
     return subprocess.run(command, cwd=ROOT, env=environment).returncode not in (0, 5)  # 5: none was chosen
-
-
-def graph_us(call: Any, layers: list[Any], repeats: int = 10) -> float:
-    """Microseconds a layer of `call(layer)` over all layers in one CUDA graph."""
-    import torch
-
-    from slipstream.bench.engine import device_ms
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call(layers[0])
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for layer in layers:
-            call(layer)
-    return device_ms(graph.replay, repeats) * 1e3 / len(layers)
 
 
 def sampling(vocab: int = 151936) -> None:

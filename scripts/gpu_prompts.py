@@ -9,43 +9,33 @@ it. On a CPU it runs over the kernels' twins, to try the script itself.
 from __future__ import annotations
 
 import cProfile
-import json
 import pstats
 import statistics
 import time
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
+
+from gpu_figures import Figures
+from gpu_models import opened_model
 
 TOKENS = (16, 128, 512, 2048, 8192)
 DECODES = (0, 32)
 CONTEXT = 1024  # of those that decode
 REPEATS = 7
 HIDE_CYCLES = 120_000_000  # 60 ms of an H200: longer than any launching
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 320,
-    "max_position_embeddings": 32768,
-    "torch_dtype": "float32",
-    "rms_norm_eps": 1e-6,
-}
 
 
 def prompts(
     shapes: str,
-    device: str = "cuda:0",
+    device: str,
+    figures: Figures,
     *,
     tokens: tuple[int, ...] = TOKENS,
     decodes: tuple[int, ...] = DECODES,
     repeats: int = REPEATS,
 ) -> None:
     for shape in shapes.split(","):
-        opened = opened_shape(shape, device)
+        opened = opened_model(shape, device, max_sequences=max(DECODES) + 1)
         pages = opened.layout.pages_for(max(tokens)) + max(DECODES) * opened.layout.pages_for(CONTEXT) + 1
         for graphs in (False, True):
             runner = made_runner(opened, pages, graphs=graphs)
@@ -59,27 +49,10 @@ def prompts(
             for beside in decodes:
                 for count in tokens:
                     host, device_ms, alone = measured(runner, mixed_plan(opened.layout, count, beside), repeats)
-                    print(
-                        f"{shape:5s} graphs {'on' if graphs else 'off':3s} {count:5d} tokens beside {beside:2d}: "
-                        f"host {host:7.2f} ms, device {device_ms:7.2f}, alone {alone:7.2f}",
-                        flush=True,
-                    )
+                    name = f"{shape} prompt graphs {'on' if graphs else 'off'}, {count} tokens beside {beside}"
+                    figures.add(name, alone, "ms", note=f"host {host:.2f}, device {device_ms:.2f}")
             print_profile(runner, mixed_plan(opened.layout, min(512, max(tokens)), max(decodes)))
             del runner
-
-
-def opened_shape(shape: str, device: str) -> Any:
-    from slipstream.bench.engine import write_shape
-    from slipstream.config import EngineConfig
-    from slipstream.run.engine_model import open_model
-
-    with TemporaryDirectory() as folder:
-        if shape == "tiny":
-            (Path(folder) / "config.json").write_text(json.dumps(TINY))
-        else:
-            write_shape(Path(folder), shape)
-        engine = EngineConfig(model=folder, load_format="dummy", device=device, max_sequences=max(DECODES) + 1)
-        return open_model(engine)
 
 
 def made_runner(opened: Any, pages: int, *, graphs: bool) -> Any:
@@ -169,7 +142,3 @@ def print_profile(runner: Any, plan: Any, most: int = 14) -> None:
     entries = sorted(found.stats.items(), key=lambda item: -item[1][2])[:most]
     for (file, line, name), (_, calls, own, _, _) in entries:
         print(f"  {own / 5 * 1e3:7.2f} ms {calls // 5:5d} x {Path(file).name}:{line} {name}", flush=True)
-
-
-if __name__ == "__main__":
-    prompts("tiny", "cpu", tokens=(16, 80), decodes=(0, 3), repeats=1)

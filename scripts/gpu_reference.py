@@ -85,8 +85,12 @@ def transformers_model(opened: OpenedModel, device: torch.device) -> Any:
     shell.tie_weights()
     assert not unexpected, unexpected
     assert set(missing) <= {"lm_head.weight"}, missing
-    shell.model.rotary_emb = type(shell.model.rotary_emb)(shell.config).to(device)
+    shell.model.rotary_emb = rotary(shell, device)
     return shell.eval()
+
+
+def rotary(model: Any, device: torch.device) -> Any:
+    return type(model.model.rotary_emb)(model.config).to(device)
 
 
 @dataclass
@@ -215,6 +219,7 @@ def measure(model: str, name: str, device: str, count: int, longest: int, answer
             figures.add(f"{name} float32 logits, largest difference / largest", ours / top, "", most=1e-3)
         else:
             coarse = plain.to(torch.bfloat16)
+            coarse.model.rotary_emb = rotary(coarse, opened.device)  # angles stay in float32, as transformers has them
             theirs = reference_logits(coarse, asked, answered, opened.device)
             error = largest_difference(theirs, wanted)
             note = f"{ours:.3g}, transformers in bfloat16 {error:.3g}, largest logit {top:.3g}"

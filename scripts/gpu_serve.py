@@ -25,7 +25,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # tests has tiny models
 from gpu_figures import Figures
-from gpu_servers import SHAPES, Server, gpus, model_folder, prompt, say, streamed
+from gpu_models import SHAPES, model_folder, prompt
+from gpu_servers import Server, gpus, say, streamed
 
 STEPS = ("reference", "apart")
 LENGTHS = (1, 15, 16, 17, 100, 511, 512, 513, 1000, 2000, 300, 700, 4000, 8000)

@@ -43,7 +43,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_figures import Figures
-from gpu_servers import SHAPES, Server, Streamed, gpus, model_folder, prompt, say, streamed
+from gpu_models import SHAPES, model_folder, prompt
+from gpu_servers import Server, Streamed, gpus, say, streamed
 
 SLO = "ttft=1s,tpot=10ms"
 START_S, CLIENT_S = 20.0, 4.0  # of a server; of a load generator: its start, its probes, the last answers

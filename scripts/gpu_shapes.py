@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from gpu_engine import graph_us
+from gpu_models import graph_us, opened_model
 
 KINDS = ("qkv", "output", "gate_up", "down", "head")
 FEW = ((64, 64, 6), (64, 128, 4), (64, 128, 6), (64, 256, 3), (128, 64, 5), (128, 128, 3))
@@ -60,15 +58,10 @@ def opened_ops(shape: str) -> tuple[Any, Any]:
     """A model of random weights, and kernels over a pool that holds the largest batch."""
     import torch
 
-    from slipstream.bench.engine import write_shape
-    from slipstream.config import EngineConfig
     from slipstream.run.attention import PagedPool
     from slipstream.run.cuda.ops import TritonOps
-    from slipstream.run.engine_model import open_model
 
-    with TemporaryDirectory() as folder:
-        write_shape(Path(folder), shape)
-        opened = open_model(EngineConfig(model=folder, load_format="dummy", device="cuda:0"))
+    opened = opened_model(shape, "cuda:0")
     most = max(DECODE_BATCHES)
     memory = torch.empty((most * PAGES + 1) * opened.layout.page_bytes, dtype=torch.uint8, device="cuda:0")
     memory.view(torch.bfloat16).normal_()

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.bench.engine import write_shape
 from slipstream.config import EngineConfig, TransferConfig
 from slipstream.engine.plan import NewRow, StepPlan
 from slipstream.ranks.lead import LeadRunner
@@ -29,21 +30,6 @@ from slipstream.ranks.team import Team
 from slipstream.run.engine_model import open_model
 from slipstream.types import SamplingParams
 
-SHAPE_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-}
 BATCHES = (1, 32)
 STEPS = ("sums", "two", "one", "compare")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1 << 20)
@@ -225,7 +211,7 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     devices = arguments.devices.split(",")
     folder = Path(tempfile.mkdtemp(prefix="tp-8b-"))
-    (folder / "config.json").write_text(json.dumps(SHAPE_8B))
+    write_shape(folder, "8b")
     model = arguments.model or os.fspath(folder)
     for step in arguments.steps or STEPS:
         began = time.monotonic()

@@ -2,12 +2,14 @@
 
     python scripts/gpu_transfer.py [STEP ...] [--out FOLDER] [--budget SECONDS]
 
-Steps: tests, kernel (shapes and programs of the copy kernel), engine (copy engine and kernel with batches in flight),
-wakes (`wakes.py`), interference (`gpu_interference.py`), staging (to and from pinned memory), table (bench transfer of
-slipstream's engines), flight (64 small batches under way), handoff (the whole stack), write (`gpu_write_through.py`),
-peers (the table beside nixl and mooncake), packages (shm, tcp, and nixl and mooncake behind slipstream's transports).
-Without a step: all. Results are printed as they come and written to FOLDER. Needs torch, triton, cuda-bindings; two
-GPUs for most of it.
+Steps: tests, machine (`slipstream topo --routes`, `doctor --active`), handoff (the whole stack), exposed (what of a
+handoff is left behind the computation of its prompt), table (bench transfer of slipstream's engines), peers (the table
+beside nixl and mooncake), packages (shm, tcp, and nixl and mooncake behind slipstream's transports), flight (64 small
+batches under way), paced and interference (`gpu_interference.py`: handoffs at intervals alone; all), staging (to and
+from pinned memory), kernel (shapes and programs of the copy kernel), engine (copy engine and kernel with batches in
+flight), wakes (`wakes.py`), write (`gpu_write_through.py`). Without a step: all. Results are printed as they come and
+written to FOLDER, figures with their goals to FOLDER/figures.jsonl (`gpu_transfer_goals.py` has these). Needs torch,
+triton, cuda-bindings; two GPUs for most of it. `--memory cpu,cpu` tries the steps that have a CPU way.
 """
 
 from __future__ import annotations
@@ -22,17 +24,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gpu_transfer_goals import judge
 
 from slipstream.transfer.cuda.plan import CopyCosts
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
 STEPS = (
-    *("tests", "kernel", "engine", "wakes", "interference", "staging", "table", "flight", "handoff", "write", "peers"),
-    "packages",
+    *("tests", "machine", "handoff", "exposed", "table", "peers", "packages", "flight", "paced", "interference"),
+    *("staging", "kernel", "engine", "wakes", "write"),
 )
 PEERS = "raw,cuda_ipc,nixl-best,nixl-sgl,mooncake"
 TRANSPORTS = "shm,tcp,transport-nixl,transport-mooncake"
+HANDOFFS = "1024x1x30,8192x1x15,1024x64x3"  # tokens x under way x rounds
 KERNEL_BYTES = GIB // 2
 BULK_SHAPES = (  # warps, stages, bytes a stage, stages ahead
     (4, 4, 4096, 3),
@@ -42,7 +46,14 @@ BULK_SHAPES = (  # warps, stages, bytes a stage, stages ahead
     (4, 8, 2048, 6),
     (2, 4, 8192, 3),
 )
-
+MACHINE = """
+import subprocess, sys
+for command in (["topo", "--routes"], ["doctor", "--active", "-v"]):
+    print("--", *command, flush=True)
+    code = subprocess.run([sys.executable, "-m", "slipstream", *command]).returncode
+    print("--", *command, "ended with", code, flush=True)
+    if code: sys.exit(code)
+"""
 
 KERNEL_ONLY, ENGINE_ONLY = CopyCosts(0.0, 0.0, 1.0, 1.0, 1.0), CopyCosts(1.0, 1.0, 0.0, 0.0, 0.0)
 
@@ -56,7 +67,8 @@ def main() -> int:
         "--sizes", default="1K,4K,8K,32K,128K,512K,1M,2M", help="page sizes of the table and peers steps"
     )
     parser.add_argument("--engines", default="", help="engines of the peers step")
-    parser.add_argument("--handoff", default="", help="options of the handoff step, in one string")
+    parser.add_argument("--handoff", default=f"--cases {HANDOFFS}", help="options of the handoff step, in one string")
+    parser.add_argument("--memory", default="", help="SOURCE,TARGET of handoffs and tables; cpu,cpu without GPUs")
     parser.add_argument("--here", action="store_true", help="run one measuring step in this process")
     arguments = parser.parse_args()
     unknown = set(arguments.steps) - set(STEPS)
@@ -75,6 +87,7 @@ def main() -> int:
             continue
         began = time.monotonic()
         failed += int(run_step(step, arguments, left) != 0)
+        judge(step, arguments.out)
         print(f"== {step} took {time.monotonic() - began:.1f} s", flush=True)
     return failed
 
@@ -82,13 +95,18 @@ def main() -> int:
 def run_step(step: str, arguments: argparse.Namespace, left: float) -> int:
     """Each step in a process of its own, so that a lost context ends that step alone."""
     bench = [sys.executable, "-m", "slipstream.bench.transfer", "--budget", f"{left - 5:.0f}"]
-    bench += ["--logs", str(arguments.out), "--json", str(arguments.out / f"{step}.json")]
+    kept = ["--logs", str(arguments.out), "--json", str(arguments.out / f"{step}.json")]
+    kept += ["--memory", arguments.memory] if arguments.memory else []
+    bench += kept
+    handoff = [sys.executable, "-m", "slipstream.bench.handoff", *kept]
+    interference = [sys.executable, "scripts/gpu_interference.py", "--out", str(arguments.out)]
     commands = {
         "tests": [
             sys.executable,
             "-m",
             "pytest",
             "tests/gpu/test_cuda_ipc.py",
+            "tests/gpu/test_staging.py",
             "--maxfail=5",
             "-s",
             "-p",
@@ -100,11 +118,11 @@ def run_step(step: str, arguments: argparse.Namespace, left: float) -> int:
             *("--engines", "cuda_ipc", "--batch", "16M", "--depth", "64"),
             *("--sizes", "8K,32K,128K,2M", "--case-seconds", "0.15"),
         ],
-        "handoff": [
-            *(sys.executable, "-m", "slipstream.bench.handoff", "--logs", str(arguments.out)),
-            *("--json", str(arguments.out / "handoff.json"), *arguments.handoff.split()),
-        ],
-        "interference": [sys.executable, "scripts/gpu_interference.py", "--out", str(arguments.out)],
+        "machine": [sys.executable, "-c", MACHINE],
+        "handoff": [*handoff, *arguments.handoff.split()],
+        "exposed": [*handoff, "--cases", "8192x1x8", "--chunk-tokens", "1024", "--compute-ms", "25"],
+        "interference": interference,
+        "paced": [*interference, "--paced"],
         "wakes": [sys.executable, "scripts/wakes.py"],
         "write": [sys.executable, "scripts/gpu_write_through.py", "--out", str(arguments.out / "write.jsonl")],
         "packages": [

@@ -397,3 +397,25 @@ def test_a_copier_moves_between_two_places_of_one_gpu():
     assert (memory.read(1 << 20, 1 << 20) == memory.read(0, 1 << 20)).all()
     copier.close()
     memory.close()
+
+
+@pytest.mark.parametrize("longest", [96, 4096, 300_000])
+@pytest.mark.parametrize("equal", [True, False], ids=["equal runs", "any runs"])
+def test_the_kernels_of_lanes_move_what_gpus_without_bulk_copies_are_given(equal: bool, longest: int):
+    """Newer GPUs take them for runs of less than 256 bytes alone, so they are asked for by name."""
+    memory = DeviceMemory(Device(0), 2048, 8192, 0)
+    random = np.random.default_rng(longest)
+    memory.write(0, random.integers(0, 256, memory.region.bytes, np.uint8))
+    half, size = 8 << 20, memory.region.bytes
+    if equal:
+        places = [random.permutation(half // longest)[:25].astype(np.int64) * longest for _ in range(2)]
+        runs = Runs(*places, np.full(25, longest, np.int64))
+    else:
+        runs = random_runs(random, 25, longest, 1, half)
+    runs = Runs(runs.source, runs.destination + half, runs.length)
+    before = memory.read(0, size)
+    copier = Copier(Device(0), CopySettings(programs=8, bulk=None, tile_bytes=4096, warps=4))
+    copier.wait(copier.start(memory.address, memory.address, runs, survey(runs, size, size), BY_KERNEL))
+    assert (memory.read(0, size) == expected(before, before, runs)).all()
+    copier.close()
+    memory.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
 ]
 
+from tests.proc.programs import alive, serving, until  # noqa: E402
+from tests.proc.test_rank_faults import complete, followers, in_background  # noqa: E402
 from tests.unit.tiny_models import tiny_model  # noqa: E402
 
 from slipstream import LLM  # noqa: E402
@@ -67,3 +71,21 @@ def test_a_handoff_between_workers_of_unequal_size_changes_nothing(
     assert found == alone
     assert audits["prefill-0"]["problems"] == audits["decode-0"]["problems"] == []
     print(routes)
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_rank_is_a_pause_for_requests(folder: Path) -> None:
+    """The other rank waits in a sum over NCCL then, and must end with its worker."""
+    arguments = ("--prefill", "tp2@cuda:0,1", "--decode", "cuda:1", "--dtype", "float32")
+    with serving(*arguments, model=str(folder)) as (program, server, pids):
+        name = server.get("/v1/models")[1]["data"][0]["id"]
+        wanted = complete(server, name)
+        (follower,) = followers(pids["prefill-0"])
+        answered = [in_background(lambda: complete(server, name)) for _ in range(3)]
+        os.kill(follower, signal.SIGKILL)
+        assert [answer() for answer in answered] == [wanted] * 3
+        until(lambda: not alive(pids["prefill-0"]), "the worker ends with its rank", 30.0)
+        until(lambda: server.pids().get("prefill-0", pids["prefill-0"]) != pids["prefill-0"], "it is started again")
+        assert complete(server, name) == wanted
+        program.process.send_signal(signal.SIGTERM)
+        assert program.ends() == 0

@@ -1,0 +1,141 @@
+"""The sections of `gpu_all.py`, the most important first: what each runs, on how many cards, and how long it takes.
+
+Seconds are those of an H200 with an empty cache of kernels, estimated from earlier runs; they decide what still fits.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["tests", "measures"]
+PYTEST = ("-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider")
+ENGINE, SERVE, SERVING = "scripts/gpu_engine.py", "scripts/gpu_serve.py", "scripts/gpu_serving.py"
+TRANSFER, TP = "scripts/gpu_transfer.py", "scripts/gpu_tp.py"
+TINY_HANDOFF = ("--memory", "cpu,cpu", "--handoff", "--cases 64x1x3,64x4x2 --layout 2x2x32")
+
+
+@dataclass(frozen=True)
+class Section:
+    """`run` and `cpu` are arguments of python; {out} is the section's folder, {limit} the seconds that it gets.
+
+    `needs`: a package, or "$NAME" for a variable that must be set. `cpu` is empty where there is no way without a GPU.
+    """
+
+    name: str
+    what: str
+    cards: int
+    kind: Kind
+    seconds: float
+    run: tuple[str, ...]
+    cpu: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    least: int = 2  # of its cards are enough where there are no more
+
+    @property
+    def limit(self) -> float:
+        """Seconds after which it is ended."""
+        return 1.6 * self.seconds + 20
+
+    def why_not(self, kind: str, device: str) -> str:
+        """Why it cannot run on a machine of that kind; empty when it can."""
+        if device == "cpu":
+            return "" if self.cpu else "it has no way without a GPU"
+        if min(self.cards, self.least) > (2 if kind == "two" else 1):
+            return f"it needs {self.cards} cards"
+        for need in self.needs:
+            if need.startswith("$") and not Path(os.environ.get(need[1:], "/nowhere")).exists():
+                return f"{need} names no file that is there"
+            if not need.startswith("$") and importlib.util.find_spec(need) is None:
+                return f"the package {need} is not there"
+        return ""
+
+    def command(self, folder: Path, limit: float, device: str) -> list[str]:
+        given = self.cpu if device == "cpu" else self.run
+        return [part.format(out=folder, limit=f"{limit - 5:.0f}") for part in given]
+
+
+def transfer(name: str, what: str, seconds: float, step: str, *more: str, cpu: tuple[str, ...] = (), **rest) -> Section:
+    run = (TRANSFER, step, "--out", "{out}", "--budget", "{limit}")
+    return Section(name, what, 2, "measures", seconds, (*run, *more), (*run, *cpu) if cpu else (), **rest)
+
+
+def serving(name: str, what: str, seconds: float, only: str) -> Section:
+    common = (SERVING, "--out", "{out}", "--budget", "{limit}")
+    run = (*common, "--only", only, "--seconds", "12", "--seeds", "2")
+    cpu = (*common, "--tiny", "--only", only.replace("1.5b", "tiny").replace("8b", "tiny"), "--seconds", "3")
+    return Section(name, what, 2, "measures", seconds, run, (*cpu, "--seeds", "1"))
+
+
+SECTIONS = (
+    Section(
+        "engine-tests", "every kernel beside its twin, graphs, two steps under way", 1, "tests", 80,
+        (ENGINE, "tests", "--out", "{out}"),
+    ),
+    Section(
+        "transfer-tests", "cuda_ipc, staged shm and tcp, copy kernels, kill -9", 2, "tests", 100,
+        (TRANSFER, "tests", "--out", "{out}", "--budget", "{limit}"), least=1,
+    ),
+    Section(
+        "tp-tests", "two ranks answer like one, also across a handoff, and when one is killed", 2, "tests", 110,
+        (*PYTEST, "--timeout", "200", "tests/gpu/test_tensor_parallel.py", "-s"),
+    ),
+    Section(
+        "steps", "decode steps and prompts of 1.5B and 8B, step minus graph", 1, "measures", 75,
+        (ENGINE, "bench", "--out", "{out}"),
+    ),
+    Section(
+        "prompts", "steps with prompts, with and without prompt graphs", 1, "measures", 90,
+        (ENGINE, "prompts", "--out", "{out}"),
+        (ENGINE, "prompts", "--out", "{out}", "--shapes", "tiny", "--device", "cpu"),
+    ),
+    transfer("handoff", "handoffs through the whole stack: 1,024, 8,192 tokens, 64 at once", 40, "handoff",
+             cpu=TINY_HANDOFF),
+    transfer("exposed", "what of a handoff is left behind its prompt's computation", 25, "exposed",
+             cpu=("--memory", "cpu,cpu")),
+    serving("serving-8b", "8B: ready, loads apart and both, long, exposure, turns, disturbed", 365, "8b"),
+    Section(
+        "reference", "SmolLM2 beside transformers, 50 prompts, float32 and bfloat16", 1, "measures", 70,
+        (SERVE, "reference", "--out", "{out}"), needs=("$SMOLLM2",),
+    ),
+    Section(
+        "apart", "SmolLM2: prefill and decode on two cards against one, token for token", 2, "measures", 100,
+        (SERVE, "apart", "--out", "{out}", "--transports", "auto"), needs=("$SMOLLM2",),
+    ),
+    transfer("table", "GB/s of cuda_ipc by page size, both directions, beside the raw copy", 45, "table"),
+    transfer("peers", "the same beside nixl and mooncake", 150, "peers", "--sizes", "1K,8K,32K,128K,1M,2M",
+             needs=("nixl", "mooncake")),
+    transfer("staged", "shm and tcp with GPU memory", 40, "packages", "--engines", "shm,tcp",
+             cpu=("--memory", "cpu,cpu", "--engines", "shm,tcp")),
+    transfer("packages", "nixl and mooncake behind slipstream's transports, on GPU memory", 60, "packages",
+             "--engines", "transport-nixl,transport-mooncake", needs=("nixl", "mooncake")),
+    transfer("paced", "what handoffs at intervals cost loops on either GPU", 25, "paced"),
+    transfer("flight", "64 batches of 16 MiB under way", 15, "flight"),
+    serving("serving-1.5b", "1.5B: loads apart and both, long, exposure, turns, disturbed", 330, "1.5b"),
+    transfer("machine", "topo --routes and doctor --active", 40, "machine"),
+    Section(
+        "tp", "decode steps of the 8B on two ranks and on one, all-reduces", 2, "measures", 90,
+        (TP, "--out", "{out}"),
+    ),
+    Section(
+        "fp8", "decode steps and prompts with a KV cache of one byte a number", 1, "measures", 70,
+        (ENGINE, "fp8", "--out", "{out}"),
+    ),
+    Section(
+        "flashinfer", "prompts by FlashInfer's FA3, and its test", 1, "measures", 60,
+        (ENGINE, "flashinfer", "--out", "{out}"), needs=("flashinfer",),
+    ),
+    Section("sampling", "drawing tokens beside plain torch", 1, "measures", 30, (ENGINE, "sampling", "--out", "{out}")),
+    Section(
+        "equality", "small random models beside transformers; PD against one worker over auto, shm, tcp", 2,
+        "measures", 150,
+        (SERVE, "--model", "tiny", "--out", "{out}", "--prompts", "14"),
+        (SERVE, "--model", "tiny", "--out", "{out}", "--prompts", "4", "--longest", "60", "--answer", "4",
+         "--device", "cpu", "--transports", "shm"),
+    ),
+    transfer("interference", "the same without pauses, by number of programs", 45, "interference"),
+    transfer("wakes", "how long sleeping threads take to wake", 10, "wakes", cpu=("--memory", "cpu,cpu")),
+)  # fmt: skip
