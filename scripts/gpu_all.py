@@ -112,7 +112,7 @@ class Driver:
         free = len(self._cards) - sum(len(one.cards) for one in running)
         for section in list(waiting):
             reason = section.why_not(self.arguments.kind, self.arguments.device)
-            if not reason and self.left_s < section.seconds * 0.8:
+            if not reason and self.left_s < section.at_least:
                 reason = f"it takes about {section.seconds:.0f} s, and {max(0, self.left_s):.0f} s are left"
             if reason:
                 waiting.remove(section)

@@ -34,6 +34,12 @@ class Section:
     cpu: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     least: int = 2  # of its cards are enough where there are no more
+    useful: float = 0.0  # seconds in which it does at least a part; 0: it needs most of its time
+
+    @property
+    def at_least(self) -> float:
+        """With fewer seconds left it is not begun."""
+        return self.useful or 0.8 * self.seconds
 
     @property
     def limit(self) -> float:
@@ -55,7 +61,8 @@ class Section:
 
     def command(self, folder: Path, limit: float, device: str) -> list[str]:
         given = self.cpu if device == "cpu" else self.run
-        return [part.format(out=folder, limit=f"{limit - 5:.0f}") for part in given]
+        values = {"{out}": str(folder), "{limit}": f"{limit - 5:.0f}"}
+        return [values.get(part, part) for part in given]
 
 
 def transfer(name: str, what: str, seconds: float, step: str, *more: str, cpu: tuple[str, ...] = (), **rest) -> Section:
@@ -67,7 +74,7 @@ def serving(name: str, what: str, seconds: float, only: str) -> Section:
     common = (SERVING, "--out", "{out}", "--budget", "{limit}")
     run = (*common, "--only", only, "--seconds", "12", "--seeds", "2")
     cpu = (*common, "--tiny", "--only", only.replace("1.5b", "tiny").replace("8b", "tiny"), "--seconds", "3")
-    return Section(name, what, 2, "measures", seconds, run, (*cpu, "--seeds", "1"))
+    return Section(name, what, 2, "measures", seconds, run, (*cpu, "--seeds", "1"), useful=90)
 
 
 SECTIONS = (
@@ -137,5 +144,5 @@ SECTIONS = (
          "--device", "cpu", "--transports", "shm"),
     ),
     transfer("interference", "the same without pauses, by number of programs", 45, "interference"),
-    transfer("wakes", "how long sleeping threads take to wake", 10, "wakes", cpu=("--memory", "cpu,cpu")),
+    transfer("wakes", "how long sleeping threads take to wake", 20, "wakes", cpu=("--memory", "cpu,cpu")),
 )  # fmt: skip
