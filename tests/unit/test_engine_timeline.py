@@ -258,3 +258,34 @@ def test_stages_count_every_sequence_once() -> None:
     assert sum(stages.values()) == 4
     assert stages["decoding"] + stages["prefilling"] == 2
     assert isinstance(bench.core.status(), wire.Status)
+
+
+def test_the_decode_rate_is_that_of_the_last_second_and_none_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    moment = 100.0
+    monkeypatch.setattr(timeline, "now", lambda: moment)
+    watcher = Watcher(WorkerMetrics())
+    sequences: list[Any] = [type("Sequence", (), {"identity": (str(n), 0)}) for n in range(3)]
+    rate = watcher._decode_rate
+
+    def step(number: int, seconds: float) -> None:
+        nonlocal moment
+        watcher.planned(number, sequences, ())
+        assert rate() == before
+        moment += seconds
+        watcher.settled(number, sequences, ())
+
+    before = 0.0
+    for number in range(30):
+        step(number, 0.1)
+        before = rate()
+        assert before == pytest.approx(min(30, 3 * (number + 1)))
+    moment += 0.5
+    assert rate() == pytest.approx(15)
+    moment += 0.5
+    assert rate() == 0
+    moment += 60
+    before = 0.0  # nothing was decoded in the second before a step begins, however long it takes
+    step(30, 4.0)
+    assert rate() == pytest.approx(3 / 4)
+    before = rate()
+    step(31, 4.0)  # and during the next one it is what it was

@@ -185,7 +185,7 @@ def front_registry(flavour: Flavour) -> CollectorRegistry:
     front.model = "m"
     natives.register(front)
     natives.register(FleetMetrics(list))
-    RouterMetrics(natives, lambda: {"waiting": 3}, dict)
+    RouterMetrics(natives, lambda: {"waiting": 3}, dict, lambda: {"queued": 5, "running": 2})
     front.finishes.add(2, "stop")
     front.outcomes.add(4, "chat", "ok")
     front.outcomes.add(1, "chat", "queue_full")
@@ -231,7 +231,8 @@ def test_aliases_have_the_values_of_what_they_are_made_of() -> None:
     assert sample(sglang, "sglang:kv_transfer_latency_ms_bucket", le="30") == 1
     assert sample(sglang, "sglang:kv_transfer_speed_gb_s_sum") == pytest.approx(5)
     front = exposed(front_registry("vllm"))
-    assert sample(front, "vllm:num_requests_waiting") == 3
+    assert sample(front, "vllm:num_requests_waiting") == 5
+    assert sample(front, "vllm:num_requests_running") == 2
     assert sample(front, "vllm:admission_rejections_total", reason="queue_full") == 1
     assert sample(front, "http_requests_total", status="5xx") == 3
     assert sample(exposed(front_registry("sglang")), "sglang:num_requests_total") == 5

@@ -158,7 +158,7 @@ class WorkerMetrics(Meters):
         self.pages = self.gauge("pages", "Pages of the KV pool, by state (used, cached, free).", "state")
         self.kv_usage = self.gauge("kv_usage_ratio", "Share of the KV pool that live requests hold, 0 to 1.")
         self.gauge(
-            "decode_tokens_per_second", "Tokens decoded lately, each second.", read=lambda: {(): self.decode_rate()}
+            "decode_tokens_per_second", "Tokens decoded in the last second.", read=lambda: {(): self.decode_rate()}
         )
         self.route_rate = self.gauge(
             "route_bytes_per_second",

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
-from itertools import islice
 from typing import Any
 
 from slipstream import wire
@@ -30,7 +29,7 @@ NOTES_EACH = 4096
 STEPS = 8192
 RUN_STEPS = 16  # decode steps that are shown as one event
 SITS_OUT = 2  # steps that a sequence may miss at the beginning of a run, where they overlap
-RATE_S = 5.0
+RATE_S = 1.0
 
 Note = tuple[float, float, str, dict[str, Any]]  # start, seconds, name, attributes
 Step = tuple[float, float, int, int]  # start, end, sequences that decoded, prompt tokens
@@ -389,13 +388,17 @@ class Watcher:
             yield from _merged(inside)
 
     def _decode_rate(self) -> float:
-        """Tokens decoded in the last `RATE_S` seconds, a second."""
-        begin = now() - RATE_S
-        tokens = 0
-        for _, end, decodes, _ in islice(reversed(list(self._steps)), STEPS):
-            if end < begin:
+        """Tokens decoded in the last `RATE_S` seconds, a second; while a step computes, in those before it began.
+
+        A step counts by the part of it that lies there, so that steps longer than a second have their rate too.
+        """
+        under_way = min(list(self._planned.values()), default=None)
+        end = now() if under_way is None else max(under_way, self._settled_at)
+        tokens = 0.0
+        for start, stop, decodes, _ in reversed(list(self._steps)):
+            if stop <= end - RATE_S:
                 break
-            tokens += decodes
+            tokens += decodes * min(1.0, (stop - (end - RATE_S)) / max(stop - start, 1e-9))
         return tokens / RATE_S
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 
 from slipstream import wire
 from slipstream.config import RouterConfig
@@ -333,6 +334,16 @@ class Lives:
         for life in self._lives.values():
             found[life.stage] += 1
         return found
+
+    def load(self) -> dict[str, int]:
+        """Requests under way, each once: `queued` here or, as far as their prefill workers have reported, there."""
+        at = Counter(life.prefill for life in self._lives.values() if life.stage == "prefill")
+        queued = sum(life.stage == "waiting" for life in self._lives.values())
+        for worker_id, count in at.items():
+            worker = self._fleet.by_id(worker_id)
+            if worker is not None and worker.status is not None:
+                queued += min(count, worker.status.waiting)
+        return {"queued": queued, "running": len(self._lives) - queued}
 
     def under_way(self) -> list[Life]:
         return list(self._lives.values())

@@ -22,9 +22,9 @@ Gauges = Callable[[], dict[str, int]]
 
 
 class RouterMetrics:
-    """Counters of one router. `requests` and `workers` are asked at each scrape for a number by stage or state."""
+    """Counters of one router. `requests`, `workers` and `load` are asked at each scrape, for numbers by stage or state."""
 
-    def __init__(self, registry: CollectorRegistry, requests: Gauges, workers: Gauges) -> None:
+    def __init__(self, registry: CollectorRegistry, requests: Gauges, workers: Gauges, load: Gauges = dict) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"{PREFIX}_{name}", text, labels, registry=registry)
 
@@ -51,6 +51,13 @@ class RouterMetrics:
         self.gauges = (
             _Gauges("requests", "Requests under way, by stage.", "stage", requests),
             _Gauges("workers", "Registered workers, by state.", "state", workers),
+            _Gauges(
+                "load",
+                "Requests under way, each counted once: queued (here, or by its last report at a prefill worker) or "
+                "running.",
+                "state",
+                load,
+            ),
         )
         for gauge in self.gauges:
             registry.register(gauge)

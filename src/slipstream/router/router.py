@@ -72,7 +72,9 @@ class Router:
         self._fleet = Fleet(
             self.id, self, patience_s=config.worker_wait_s, heartbeat_s=heartbeat_s, silence_s=config.worker_silence_s
         )
-        self._metrics = RouterMetrics(self.metrics_registry, lambda: self._lives.stages(), self._worker_states)
+        self._metrics = RouterMetrics(
+            self.metrics_registry, lambda: self._lives.stages(), self._worker_states, lambda: self._lives.load()
+        )
         self.metrics_registry.register(FleetMetrics(self.workers))
         self._lives = Lives(self._fleet, config, self._metrics, spans)
         self._lives.closed = True

@@ -54,8 +54,8 @@ def _of(name: str, label: str = "", *values: str, but: bool = False, **add: str)
     return (Source("slipstream_" + name, label, values, but, add),)
 
 
-ROUTER_WAITING = _of("router_requests", "stage", "waiting") + _of("router_worker_requests", "stage", "waiting")
-ROUTER_RUNNING = _of("router_worker_requests", "stage", "running", "handing_off")
+ROUTER_WAITING = _of("router_load", "state", "queued")
+ROUTER_RUNNING = _of("router_load", "state", "running")
 FAILED_TRANSFERS = _of("worker_copy_failures", "transport", "mooncake", but=True)
 
 VLLM: dict[Part, tuple[Alias, ...]] = {

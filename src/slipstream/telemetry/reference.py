@@ -45,7 +45,7 @@ COMPAT = """
 
 `--metrics-compat vllm` or `--metrics-compat sglang` shows some of these numbers a second time, under the names that
 boards, autoscalers and the endpoint picker of the Kubernetes inference gateway read. An alias is computed from the
-native metric at each scrape. vllm's have the labels `model_name` and `engine`, sglang's `model_name`, `engine_type`
+native metric at each scrape, so it is as fresh. vllm's have the labels `model_name` and `engine`, sglang's `model_name`, `engine_type`
 (`prefill`, `decode`, `unified`), `tp_rank` and `pp_rank`; further labels are named below.
 
 The front shows what a client sees of the whole cluster, a worker what it did itself. A name that both have would be
@@ -71,7 +71,7 @@ def reference() -> str:
 
 
 def _wrapped(metrics: RouterMetrics) -> list[Spec]:
-    """Those that are prometheus_client's own, and the two that are read."""
+    """Those that are prometheus_client's own, and those that are read."""
     found = [
         Spec(metric._name, metric._type, metric._documentation, tuple(metric._labelnames))  # type: ignore[arg-type]
         for metric in vars(metrics).values()
