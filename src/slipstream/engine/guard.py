@@ -124,7 +124,9 @@ class Guard:
     # ---------------------------------------------------------------------------------------------- a hang
 
     def _hung(self, what: str, seconds: float) -> None:
-        error = Hung(f"{what} for {seconds:.0f} s")
+        plan = self._loop.step
+        also = f"; {self._blame(plan)}" if plan is not None and step_in_words(plan) not in what else ""
+        error = Hung(f"{what} for {seconds:.0f} s{also}")
         logger.error(
             "this worker hangs: %s (--step-timeout-s %g). Its requests continue elsewhere, and it ends. Where its "
             "threads are follows; `slipstream doctor` looks for causes in the machine. If it was merely slow, give it "
