@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.bench.handoff import BenchFailed, HandoffRow, line, parse_cases, run
+from slipstream.bench.handoff import BenchFailed, HandoffRow, line, measure, parse_cases, run
 from slipstream.bench.handoff_worker import HandoffOptions
 from slipstream.config import TransferConfig
 
@@ -36,3 +36,12 @@ def test_a_worker_that_cannot_start_is_reported_with_its_words(tmp_path: Path):
 
 def test_cases_are_read_with_their_defaults():
     assert parse_cases("1024,64x8,32x4x2") == [(1024, 1, 30), (64, 8, 30), (32, 4, 2)]
+
+
+def test_exposed_is_what_comes_behind_the_last_chunk_of_the_prompt():
+    source = [("offer", 0, 1.0), ("computing", 32, 1.0), ("computed", 32, 2.0), ("computing", 64, 2.0)]
+    source += [("grant", 0, 1.1), ("copies", 0, 2.1), ("computed", 64, 3.0), ("copied", 0, 3.2), ("commit", 0, 3.3)]
+    target = [("accepted", 0, 3.4), ("computing", 65, 3.5), ("computed", 65, 3.6)]
+    row = measure([[source, target]], 64, 1, 1000)
+    assert row.exposed_ms == pytest.approx(500)
+    assert row.whole_ms == pytest.approx(2500)

@@ -150,10 +150,11 @@ def measure(times: list[list[list[tuple[str, int, float]]]], tokens: int, count:
     spans, exposed = [], []
     parts: dict[str, list[float]] = {f"{a} to {b}": [] for a, b in PARTS}
     for source, target in times:
-        first = {name: min((t for n, _, t in source if n == name), default=0.0) for name in ("offer", "computed")}
+        offered = min(t for n, _, t in source if n == "offer")
+        whole = [t for n, length, t in source if n == "computed" and length == tokens]  # the last chunks of prompts
         used = [t for n, length, t in target if n == "computing" and length == tokens + 1]
-        spans.append(max(used) - first["offer"])
-        exposed.append(max(used) - first["computed"])
+        spans.append(max(used) - offered)
+        exposed.append(max(used) - max(whole))
         if count == 1:
             at = {name: t for events in (source, target) for name, _, t in events}
             at["copied"] = max(t for n, _, t in source if n == "copied")

@@ -137,6 +137,10 @@ class NoModel:
         return [HeadRange(0, self.options.kv_heads)]
 
     @property
+    def device(self) -> Any:
+        return SimpleNamespace(type="cpu" if self.options.memory == "cpu" else "cuda")
+
+    @property
     def device_name(self) -> str:
         return self.options.memory
 
