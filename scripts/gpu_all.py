@@ -38,6 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SHOWN = re.compile(r"^(PASS|SHORT|NONE|----|==|--) |passed|failed|FAILED|^E  ")
 END_S = 6.0  # what is kept for packing and the table
 MOST_DETAILS = 15 << 20
+ONE_CARD_TESTS = ("engine-tests", "transfer-tests", "apart-tests")
 MARK = "SLIPSTREAM_GPU_SECTION"  # in the environment of all that a section starts
 
 
@@ -268,8 +269,12 @@ def main() -> int:
         driver = Driver(arguments, output, Path(work))
         driver.run(chosen)
         pack(arguments.out, Path(work), driver.outcomes, driver.left_out)
-    output.say("\n" + table(figure for outcome in driver.outcomes for figure in outcome.figures))
-    counts = [figure.verdict for outcome in driver.outcomes for figure in outcome.figures]
+    figures = [figure for outcome in driver.outcomes for figure in outcome.figures]
+    tests = [outcome for outcome in driver.outcomes if outcome.section in ONE_CARD_TESTS]
+    if len(tests) == len(ONE_CARD_TESTS):
+        figures.append(Figure("tests", "tests/gpu that need one card", sum(o.seconds for o in tests), "s", most=300))
+    output.say("\n" + table(figures))
+    counts = [figure.verdict for figure in figures]
     output.say(", ".join(f"{kind} {counts.count(kind)}" for kind in ("PASS", "SHORT", "NONE", "----")))
     for name, reason in driver.left_out.items():
         output.say(f"left out: {name}: {reason}")

@@ -2,7 +2,7 @@
 
     python scripts/gpu_engine.py [STEP ...] [--out FOLDER]
 
-Steps: tests (tests/gpu/test_engine.py), bench (`slipstream bench engine`, beside the goals), fp8 and flashinfer (the
+Steps: tests (of tests/gpu: the engine), bench (`slipstream bench engine`, beside the goals), fp8 and flashinfer (the
 same with a KV cache of one byte a number, and with FlashInfer's prefill attention, beside `bench` where both ran),
 sampling (drawing tokens from logits, microseconds, beside plain torch), prompts (tests of prompt graphs; then what
 steps with prompts cost host and device with and without them, and what capturing takes). Without a step: all. Results
@@ -118,8 +118,8 @@ def judge(step: str, rows: list[dict[str, Any]], plain: Path, figures: Figures) 
 
 def gpu_tests(environment: dict[str, str], chosen: str) -> bool:
     """Whether any of the GPU tests of the engine fails."""
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "tests/gpu/test_engine.py", "-p", "no:cacheprovider"]
-    command += ["-k", chosen] if chosen else []
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "tests/gpu/test_engine.py"]
+    command += ["-k", chosen] if chosen else ["tests/gpu/test_kernels_covered.py"]
     command += ["-n", "8"] if importlib.util.find_spec("xdist") else []
     return subprocess.run(command, cwd=ROOT, env=environment).returncode not in (0, 5)  # 5: none was chosen
 

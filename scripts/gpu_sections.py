@@ -87,6 +87,10 @@ SECTIONS = (
         (TRANSFER, "tests", "--out", "{out}", "--budget", "{limit}"), least=1,
     ),
     Section(
+        "apart-tests", "prefill and decode in two processes answer like one, over cuda_ipc, shm and tcp", 2, "tests", 70,
+        (*PYTEST, "tests/gpu/test_apart.py"), least=1,
+    ),
+    Section(
         "tp-tests", "two ranks answer like one, also across a handoff, and when one is killed", 2, "tests", 110,
         (*PYTEST, "--timeout", "200", "tests/gpu/test_tensor_parallel.py", "-s"),
     ),
@@ -122,6 +126,11 @@ SECTIONS = (
     transfer("paced", "what handoffs at intervals cost loops on either GPU", 25, "paced"),
     transfer("flight", "64 batches of 16 MiB under way", 15, "flight"),
     serving("serving-1.5b", "1.5B: loads apart and both, long, exposure, turns, disturbed", 330, "1.5b"),
+    Section(
+        "exposure-chunks", "8B: exposure with chunks of 1,024 tokens, whose copies hide behind the next one", 2, "measures",
+        40, (SERVING, "--out", "{out}", "--budget", "{limit}", "--only", "8b/apart/exposure",
+             "--apart", "--chunk-tokens 1024"),
+    ),
     transfer("machine", "topo --routes and doctor --active", 40, "machine"),
     Section(
         "tp", "decode steps of the 8B on two ranks and on one, all-reduces", 2, "measures", 90,

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gpu_figures import Figures
 
 from slipstream.bench.engine import write_shape
 from slipstream.config import EngineConfig, TransferConfig
@@ -91,8 +92,8 @@ def engine(model: str, devices: list[str], batch: int, context: int) -> Iterator
         yield runner, opened
 
 
-def prompt_plan(step: int, tokens: int, pages: int, *, logprobs: bool) -> StepPlan:
-    ids = np.random.default_rng(3).integers(3, 30000, tokens)
+def prompt_plan(step: int, tokens: int, pages: int, vocab: int, *, logprobs: bool) -> StepPlan:
+    ids = np.random.default_rng(3).integers(3, min(30000, vocab), tokens)
     return StepPlan(
         step=step,
         token_ids=ids,
@@ -129,7 +130,7 @@ def measure(model: str, devices: list[str], context: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with engine(model, devices, max(BATCHES), context) as (runner, opened):
         page_tokens = opened.layout.page_tokens
-        outcome = runner.execute(prompt_plan(1, 64, -(-64 // page_tokens), logprobs=True))
+        outcome = runner.execute(prompt_plan(1, 64, -(-64 // page_tokens), opened.config.vocab, logprobs=True))
         found["logprobs"] = [value.logprob for value in outcome.prompt_logprobs[0] if value is not None]
         step = 2
         for batch in BATCHES:
@@ -213,22 +214,35 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="tp-8b-"))
     write_shape(folder, "8b")
     model = arguments.model or os.fspath(folder)
+    failures = 0
     for step in arguments.steps or STEPS:
         began = time.monotonic()
         print(f"== {step}", flush=True)
-        if step == "sums":
-            sums(devices)
-        elif step == "two":
-            results["two"] = measure(model, devices, arguments.context)
-        elif step == "one":
-            results["one"] = measure(model, devices[:1], arguments.context)
-        elif {"one", "two"} <= results.keys():
-            one, two = (np.array(results[name]["logprobs"]) for name in ("one", "two"))
-            results["logprob_gap"] = float(np.abs(one - two).max())
-            print(f"largest difference of a prompt's logprobs: {results['logprob_gap']:.4f}", flush=True)
+        try:
+            run_step(step, devices, model, arguments.context, Figures(arguments.out, f"tp-{step}"))
+        except Exception as error:  # one step's trouble leaves the others
+            print(f"-- {step}: {type(error).__name__}: {error}", flush=True)
+            failures += 1
         print(f"== {step}: {time.monotonic() - began:.1f} s", flush=True)
         (arguments.out / "tp.json").write_text(json.dumps(results, indent=1))
-    return 0
+    return failures
+
+
+def run_step(step: str, devices: list[str], model: str, context: int, figures: Figures) -> None:
+    if step == "sums":
+        sums(devices)
+        for rows, micros in results.get("all_reduce_us", {}).items():
+            figures.add(f"all-reduce of {rows} x 4096 bf16 in a graph", micros, "us")
+    elif step in ("one", "two"):
+        found = results[step] = measure(model, devices[: 2 if step == "two" else 1], context)
+        for batch in BATCHES:
+            name = f"{step} rank(s), decode batch {batch} at {context}"
+            figures.add(f"{name}, one by one", found[f"step_ms_{batch}"], "ms")
+            figures.add(f"{name}, launched ahead", found.get(f"ahead_ms_{batch}"), "ms")
+    elif {"one", "two"} <= results.keys():
+        one, two = (np.array(results[name]["logprobs"]) for name in ("one", "two"))
+        results["logprob_gap"] = float(np.abs(one - two).max())
+        figures.add("largest difference of a prompt's logprobs, two ranks and one", results["logprob_gap"])
 
 
 if __name__ == "__main__":
