@@ -15,7 +15,7 @@ Kind = Literal["tests", "measures"]
 PYTEST = ("-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider")
 ENGINE, SERVE, SERVING = "scripts/gpu_engine.py", "scripts/gpu_serve.py", "scripts/gpu_serving.py"
 TRANSFER, TP = "scripts/gpu_transfer.py", "scripts/gpu_tp.py"
-TINY_HANDOFF = ("--memory", "cpu,cpu", "--handoff", "--cases 64x1x3,64x4x2 --layout 2x2x32")
+TINY_HANDOFF = ("--memory", "cpu,cpu", "--handoff=--cases 64x1x3,64x4x2 --layout 2x2x32")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ SECTIONS = (
         (TRANSFER, "tests", "--out", "{out}", "--budget", "{limit}"), least=1,
     ),
     Section(
-        "apart-tests", "prefill and decode in two processes answer like one, over cuda_ipc, shm and tcp", 2, "tests", 70,
+        "apart-tests", "prefill and decode in two processes answer like one, by cuda_ipc, shm, tcp", 2, "tests", 70,
         (*PYTEST, "tests/gpu/test_apart.py"), least=1,
     ),
     Section(
@@ -127,9 +127,9 @@ SECTIONS = (
     transfer("flight", "64 batches of 16 MiB under way", 15, "flight"),
     serving("serving-1.5b", "1.5B: loads apart and both, long, exposure, turns, disturbed", 330, "1.5b"),
     Section(
-        "exposure-chunks", "8B: exposure with chunks of 1,024 tokens, whose copies hide behind the next one", 2, "measures",
-        40, (SERVING, "--out", "{out}", "--budget", "{limit}", "--only", "8b/apart/exposure",
-             "--apart", "--chunk-tokens 1024"),
+        "exposure-chunks", "8B: exposure with chunks of 1,024 tokens, copied behind the next one", 2, "measures", 40,
+        (SERVING, "--out", "{out}", "--budget", "{limit}", "--only", "8b/apart/exposure",
+         "--apart=--chunk-tokens 1024"),
     ),
     transfer("machine", "topo --routes and doctor --active", 40, "machine"),
     Section(
