@@ -7,8 +7,19 @@ token. Offer, grant, copies and commit pass through the links, engine loops and 
     whole      from the offer to the step of the second worker that uses the pages; its prompt takes no time to compute
     exposed    the part of it behind the prompt's computation, when that takes longer than offer and grant
 
-Parts of a whole handoff: offer to grant (the second worker's answer leaves), grant to copies (it has come to the first,
-which starts to copy), copies to copied, copied to commit, commit to accepted, accepted to decode.
+The parts of a handoff that is alone lie end to end, each named by what it ends with. "Comes" is a message on its way:
+coding, socket, and the waking of the thread that reads; the others are work, and `by` says which threads did it:
+
+    offer comes       from its leaving the first worker to the second's decoder
+    grant made        room found, pages chosen
+    grant comes
+    copies begun      from there until somebody starts to copy
+    copies queued     page lists, runs, calls of the device
+    copies done       until their end has been seen; `link_ms` is what the bytes take at the rate of the preflight
+    commit made
+    commit comes
+    step planned
+    step begun        the loop thread of the second worker has woken
 """
 
 from __future__ import annotations
@@ -22,6 +33,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,14 +52,20 @@ from slipstream.types import Request, SamplingParams
 
 START_S = 120.0
 ANSWER_S = 20.0
-PARTS = (
-    ("offer", "grant"),
-    ("grant", "copies"),
-    ("copies", "copied"),
-    ("copied", "commit"),
-    ("commit", "accepted"),
-    ("accepted", "decode"),
-)
+Event = tuple[str, int, float, str]  # name, number, seconds, thread
+PARTS = {
+    "offer comes": ("offer", "heard offer"),
+    "grant made": ("heard offer", "grant"),
+    "grant comes": ("grant", "heard grant"),
+    "copies begun": ("heard grant", "begun"),
+    "copies queued": ("begun", "queued"),
+    "copies done": ("queued", "copied"),
+    "commit made": ("copied", "commit"),
+    "commit comes": ("commit", "heard commit"),
+    "step planned": ("heard commit", "planned"),
+    "step begun": ("planned", "decode"),
+}
+ACTS = ("grant", "begun", "copied", "commit", "planned")  # of which it is said which thread did them
 
 
 class BenchFailed(SlipstreamError):
@@ -127,8 +145,12 @@ class Pair:
         if self._problem:
             raise BenchFailed(self._problem)
 
-    def events(self) -> list[list[tuple[str, int, float]]]:
+    def events(self) -> list[list[Event]]:
         return [worker.ask("events") for worker in self._workers]
+
+    def rate(self) -> float:
+        """GB/s of the route, by its preflight; 0 when there is none."""
+        return max(self._workers[0].ask("rates"), default=0.0)
 
 
 class HandoffRow(msgspec.Struct, kw_only=True):
@@ -143,24 +165,31 @@ class HandoffRow(msgspec.Struct, kw_only=True):
     gbps: float
     parts_ms: dict[str, float]
     exposed_ms: float | None = None
+    link_ms: float | None = None
+    by: dict[str, dict[str, int]] = {}
 
 
-def measure(times: list[list[list[tuple[str, int, float]]]], tokens: int, count: int, token_bytes: int) -> HandoffRow:
+def measure(
+    times: list[list[list[Event]]], tokens: int, count: int, token_bytes: int, rate_gbps: float = 0.0
+) -> HandoffRow:
     """`times` are the events of both workers, for each round of `count` handoffs."""
     spans, exposed = [], []
-    parts: dict[str, list[float]] = {f"{a} to {b}": [] for a, b in PARTS}
+    parts: dict[str, list[float]] = {name: [] for name in PARTS}
+    by: dict[str, Counter[str]] = {act: Counter() for act in ACTS}
     for source, target in times:
-        offered = min(t for n, _, t in source if n == "offer")
-        whole = [t for n, length, t in source if n == "computed" and length == tokens]  # the last chunks of prompts
-        used = [t for n, length, t in target if n == "computing" and length == tokens + 1]
+        offered = min(t for n, _, t, _ in source if n == "offer")
+        whole = [t for n, length, t, _ in source if n == "computed" and length == tokens]  # the last chunks of prompts
+        used = [t for n, length, t, _ in target if n == "computing" and length == tokens + 1]
         spans.append(max(used) - offered)
         exposed.append(max(used) - max(whole))
         if count == 1:
-            at = {name: t for events in (source, target) for name, _, t in events}
-            at["copied"] = max(t for n, _, t in source if n == "copied")
-            at["decode"] = used[0]
-            for a, b in PARTS:
-                parts[f"{a} to {b}"].append(at[b] - at[a])
+            last = _last(source, target, tokens)
+            for name, (begin, end) in PARTS.items():
+                if begin in last and end in last:
+                    parts[name].append(last[end][0] - last[begin][0])
+            for act in ACTS:
+                if act in last:
+                    by[act][last[act][1]] += 1
     spans.sort()
     size = tokens * token_bytes * count
     return HandoffRow(
@@ -173,7 +202,21 @@ def measure(times: list[list[list[tuple[str, int, float]]]], tokens: int, count:
         gbps=size / statistics.median(spans) / 1e9,
         parts_ms={name: 1e3 * statistics.median(values) for name, values in parts.items() if values},
         exposed_ms=1e3 * statistics.median(exposed),
+        link_ms=size / count / rate_gbps / 1e6 if rate_gbps and count == 1 else None,
+        by={act: dict(threads) for act, threads in by.items() if threads},
     )
+
+
+def _last(source: list[Event], target: list[Event], tokens: int) -> dict[str, tuple[float, str]]:
+    """When each thing of one handoff happened last, and on which thread."""
+    last: dict[str, tuple[float, str]] = {}
+    for name, _, at, thread in (*source, *target):
+        if name not in ("planned", "computing", "computed"):
+            last[name] = max((at, thread), last.get(name, (0.0, "")))
+    for name, number, at, thread in target:
+        if number == tokens + 1 and name in ("planned", "computing"):
+            last.setdefault("planned" if name == "planned" else "decode", (at, thread))
+    return last
 
 
 @contextlib.contextmanager
@@ -229,7 +272,7 @@ async def run(
                 await asyncio.sleep(0.01)
                 if number >= 2:
                     times.append(both.events())
-            rows.append(measure(times, tokens, count, options.layout.token_bytes))
+            rows.append(measure(times, tokens, count, options.layout.token_bytes, both.rate()))
             say(rows[-1])
         for link in links:
             link.close()
@@ -241,8 +284,15 @@ def line(row: HandoffRow) -> str:
         f"{row.tokens:6d} tokens x {row.under_way:2d}  whole {row.whole_ms:8.3f} ms (best {row.best_ms:.3f}, p90 "
         f"{row.p90_ms:.3f}), {row.gbps:6.1f} GB/s, behind the computation {row.exposed_ms:.3f} ms"
     )
+    if not row.parts_ms:
+        return text
     parts = ", ".join(f"{name} {value:.3f}" for name, value in row.parts_ms.items())
-    return f"{text}\n              {parts}" if parts else text
+    link = "" if row.link_ms is None else f"; the bytes alone {row.link_ms:.3f}"
+    threads = "; ".join(
+        f"{act} by {', '.join(f'{name} {count}' for name, count in sorted(counts.items(), key=lambda one: -one[1]))}"
+        for act, counts in row.by.items()
+    )
+    return f"{text}\n              {parts}{link}\n              {threads}"
 
 
 def parse_cases(text: str) -> list[tuple[int, int, int]]:

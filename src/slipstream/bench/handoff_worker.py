@@ -4,7 +4,8 @@ Everything but the computation is the worker that serves: its ports, links, engi
 step takes `compute_ms` when it holds a prompt and no time else; every token is the same. With `awake` a kernel that
 only waits, on one multiprocessor, keeps a GPU at the clocks that it has when it serves. Lines of JSON on stdin ask:
 "shuffle" (from now on pages are taken in random order, as after hours of serving), "events" (what happened since it
-was last asked: name, transfer or step, seconds of the machine's monotonic clock), "end".
+was last asked: name, transfer or tokens, seconds of the machine's monotonic clock, thread), "rates" (GB/s of the proven
+routes), "end".
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from slipstream import wire
 from slipstream.config import EngineConfig, TransferConfig, WorkerConfig
 from slipstream.engine import worker as worker_module
 from slipstream.engine.core import EngineCore
@@ -32,6 +34,7 @@ from slipstream.engine.plan import StepOutcome, StepPlan
 from slipstream.engine.worker import Worker
 from slipstream.kv.layout import KVLayout
 from slipstream.kv.pool import HostPool
+from slipstream.stream import Link
 from slipstream.transfer.agent import TransferAgent
 from slipstream.transfer.copies import HeadRange
 from slipstream.transfer.job import CopyJob
@@ -72,12 +75,13 @@ class Diary:
     """What happened when. Any thread writes."""
 
     def __init__(self) -> None:
-        self._events: queue.SimpleQueue[tuple[str, int, float]] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[tuple[str, int, float, str]] = queue.SimpleQueue()
 
-    def note(self, name: str, number: int) -> None:
-        self._events.put((name, number, time.monotonic()))
+    def note(self, name: str, number: int, at: float | None = None) -> None:
+        thread = threading.current_thread().name.removeprefix("slipstream-")
+        self._events.put((name, number, time.monotonic() if at is None else at, thread))
 
-    def take(self) -> list[tuple[str, int, float]]:
+    def take(self) -> list[tuple[str, int, float, str]]:
         found = []
         while not self._events.empty():
             found.append(self._events.get())
@@ -160,16 +164,41 @@ class NoModel:
 
 
 def noting(diary: Diary) -> Callable[..., TransferAgent]:
-    """A TransferAgent that notes the end of each copy, on the mover thread."""
+    """A TransferAgent that notes when the copies of a job begin, are queued and have ended."""
+
+    class Noting(TransferAgent):
+        def _begin(self, job: CopyJob) -> None:
+            diary.note("begun", job.xfer)
+            super()._begin(job)
+            diary.note("queued", job.xfer)
 
     def make(*arguments: Any, on_done: Callable[[CopyJob, str | None], None], **named: Any) -> TransferAgent:
         def done(job: CopyJob, error: str | None) -> None:
             diary.note("failed" if error else "copied", job.xfer)
             on_done(job, error)
 
-        return TransferAgent(*arguments, on_done=done, **named)
+        return Noting(*arguments, on_done=done, **named)
 
     return make
+
+
+def note_arrivals(diary: Diary) -> None:
+    """Has links of this process note when the bytes of a message of handoffs were there."""
+    came = 0.0
+    receive, arrived = Link.data_received, Link._arrived
+
+    def data_received(link: Link, data: bytes) -> None:
+        nonlocal came
+        came = time.monotonic()
+        receive(link, data)
+
+    def noted(link: Link, messages: list[wire.Message]) -> None:
+        for message in messages:
+            if isinstance(message, (wire.Offer, wire.Grant, wire.Commit)):
+                diary.note(f"heard {type(message).__name__.lower()}", message.xfer, came)
+        arrived(link, messages)
+
+    Link.data_received, Link._arrived = data_received, noted  # type: ignore[method-assign]
 
 
 def keep_awake(memory: str) -> None:
@@ -212,6 +241,24 @@ class HandoffWorker(Worker):
                 self._diary.note(type(effect.message).__name__.lower(), getattr(effect.message, "xfer", -1))
         super()._deliver(effects)
 
+    def start(self, progress: Any = None) -> None:
+        super().start(progress)
+        assert self._loop is not None
+        core = self._loop.core
+        schedule = core.schedule
+
+        def noted() -> StepPlan | None:
+            plan = schedule()
+            for length in [] if plan is None else plan.context_lens.tolist():
+                self._diary.note("planned", length)
+            return plan
+
+        core.schedule = noted  # type: ignore[method-assign]
+
+    def rates(self) -> list[float]:
+        assert self._server is not None
+        return [report.gb_per_s for report in self._server.routes() if not report.error]
+
     def shuffle(self) -> None:
         """Has the engine take its free pages in random order from now on."""
         done = threading.Event()
@@ -229,6 +276,7 @@ def main() -> None:
     options = msgspec.json.decode(sys.argv[1], type=HandoffOptions)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     diary = Diary()
+    note_arrivals(diary)
     worker_module.TransferAgent = noting(diary)  # type: ignore[assignment,misc]
     worker_module.open_model = lambda engine, *rest, **named: NoModel(engine, options, diary)  # type: ignore[assignment]
     worker = HandoffWorker(options, diary)
@@ -243,6 +291,8 @@ def main() -> None:
             worker.shuffle()
         elif verb == "events":
             answer = diary.take()
+        elif verb == "rates":
+            answer = worker.rates()
         elif verb == "end":
             break
         print(json.dumps(answer), flush=True)
