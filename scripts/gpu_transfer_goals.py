@@ -70,9 +70,10 @@ def rate(row: dict[str, Any]) -> float | None:
 
 
 def own(rows: list[dict[str, Any]], figures: Figures, engine: str, *, from_page: int = 0) -> None:
-    for row in rows:
-        if row["engine"] != engine:
-            continue
+    mine = [row for row in rows if row["engine"] == engine]
+    if not mine:
+        figures.add(f"{engine}: no results", None)
+    for row in mine:
         least: float | None = BLOCK_GBPS if row["contiguous"] else SCATTERED_GBPS
         if engine in STAGED_GBPS:
             least = STAGED_GBPS[engine] if row["page"] >= from_page else None
@@ -115,6 +116,8 @@ def peers(report: dict[str, Any], figures: Figures) -> None:
 
 
 def packages(report: dict[str, Any], figures: Figures) -> None:
+    if not report["rows"]:
+        figures.add("no results", None)
     for engine in dict.fromkeys(row["engine"] for row in report["rows"]):
         if engine in STAGED_GBPS:
             own(report["rows"], figures, engine, from_page=STAGED_FROM)
