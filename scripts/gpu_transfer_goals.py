@@ -107,7 +107,7 @@ def peers(report: dict[str, Any], figures: Figures) -> None:
         mine = ours.get((row["page"], row["contiguous"], row["direction"]))
         if mine and rate(row) is not None and not mine.get("problem"):
             compared += 1
-            if (rate(row) or 0) > (rate(mine) or 0) or row["gbps"] > mine["gbps"]:
+            if (rate(row) or 0) > (rate(mine) or 0) or row.get("gbps", 0) > mine.get("gbps", 0):
                 behind.append(cell(row))
     note = f"of {compared} compared: {', '.join(behind)}" if behind else f"of {compared} compared"
     figures.add(

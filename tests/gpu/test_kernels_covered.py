@@ -23,6 +23,9 @@ from tests.unit import sampling_checks  # noqa: E402
 from tests.unit.kernel_checks import CHECKS  # noqa: E402
 
 from slipstream.run import cuda  # noqa: E402
+from slipstream.run.cuda import hopper  # noqa: E402
+
+ELSEWHERE = ("small", "products", "prefill_gathered", "fp8_gathered", "step")  # on Hopper others take their place
 
 
 def kernels() -> Iterator[tuple[str, Any]]:
@@ -49,11 +52,23 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
     return found
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("check", ELSEWHERE)
+def test_kernels_for_gpus_that_are_not_hoppers_compute_what_their_twins_do(
+    check: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper, "usable", lambda *_: False)
+    CHECKS[check](torch.device("cuda:0"), dtype)
+
+
 @pytest.mark.timeout(240)
-def test_no_kernel_of_the_engine_is_without_a_check(launched: set[Any]) -> None:
+def test_no_kernel_of_the_engine_is_without_a_check(launched: set[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     every = dict(kernels())
     assert {"decode_attention", "few_rows", "attend", "one_row"} <= {name.rpartition(".")[2] for name in every}
     for check in (*CHECKS.values(), *sampling_checks.CHECKS.values()):
         check(torch.device("cuda:0"), torch.bfloat16)
+    monkeypatch.setattr(hopper, "usable", lambda *_: False)
+    for check in ELSEWHERE:
+        CHECKS[check](torch.device("cuda:0"), torch.bfloat16)
     torch.cuda.synchronize()
     assert sorted(name for name, kernel in every.items() if kernel.fn not in launched) == []
