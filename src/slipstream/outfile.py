@@ -1,18 +1,22 @@
 """The files that commands write because an option asked for them: `--json FILE`, `--plot`, `--svg`, `--save` and so on.
 
 All of them go through `write`, so that each is announced by one line on standard error, which says what was written and
-where; standard output is left to the data. A command that measures for an hour calls `check` first, so that a name that
-cannot be written to is refused before and not after.
+where; standard output is left to the data, whose width is settled here too. A command that measures for an hour calls
+`check` first, so that a name that cannot be written to is refused before and not after.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from slipstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def check(path: Path) -> None:
@@ -33,6 +37,16 @@ def write(path: Path, data: bytes, what: str) -> None:
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}.") from error
     click.echo(f"wrote {what} to {path} ({_size(len(data))})", err=True)
+
+
+def terminal(width: int, *, highlight: bool = True) -> Console:
+    """Standard output for tables and drawings: as wide as the terminal or COLUMNS says, else `width`."""
+    from rich.console import Console
+
+    console = Console(highlight=highlight)
+    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+        console.width = width
+    return console
 
 
 def _size(count: int) -> str:

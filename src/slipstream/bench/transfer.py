@@ -22,7 +22,6 @@ from typing import Any
 
 import click
 import msgspec
-from rich.console import Console
 
 from slipstream import outfile
 from slipstream.bench.engines import ENGINES
@@ -301,7 +300,7 @@ def command(
     from slipstream.bench.plot import check_path
     from slipstream.bench.transfer_plot import plot_transfer
 
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = outfile.terminal(140)
     try:
         if json_path:
             outfile.check(json_path)

@@ -47,7 +47,7 @@ def command() -> None:
     """Measure a server, or this machine.
 
     \b
-    slipstream bench serve --url http://127.0.0.1:8000 --rate 4,8,12 --slo ttft=1s,tpot=10ms
+    slipstream bench serve http://127.0.0.1:8000 --rate 4,8,12 --slo ttft=1s,tpot=10ms
     slipstream bench transfer
     slipstream bench transfer --memory cuda:0,cuda:1 --sizes 32K,2M --json transfer.json
     """

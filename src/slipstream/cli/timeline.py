@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -82,13 +81,9 @@ def _write(name: str, timelines: list[dict[str, Any]]) -> None:
 
 
 def _draw(timelines: list[dict[str, Any]], *, alone: bool) -> None:
-    from rich.console import Console
-
     from slipstream.telemetry import draw
 
-    console = Console(highlight=False)
-    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
-        console.width = UNKNOWN_WIDTH
+    console = outfile.terminal(UNKNOWN_WIDTH, highlight=False)
     console.print(draw.one(timelines[0], console.width) if alone else draw.many(timelines, console.width))
 
 

@@ -22,7 +22,7 @@ Gauges = Callable[[], dict[str, int]]
 
 
 class RouterMetrics:
-    """Counters of one router. `requests`, `workers` and `load` are asked at each scrape, for numbers by stage or state."""
+    """Counters of one router. At a scrape `requests`, `workers` and `load` are asked for numbers by stage or state."""
 
     def __init__(self, registry: CollectorRegistry, requests: Gauges, workers: Gauges, load: Gauges = dict) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:

@@ -45,8 +45,8 @@ COMPAT = """
 
 `--metrics-compat vllm` or `--metrics-compat sglang` shows some of these numbers a second time, under the names that
 boards, autoscalers and the endpoint picker of the Kubernetes inference gateway read. An alias is computed from the
-native metric at each scrape, so it is as fresh. vllm's have the labels `model_name` and `engine`, sglang's `model_name`, `engine_type`
-(`prefill`, `decode`, `unified`), `tp_rank` and `pp_rank`; further labels are named below.
+native metric at each scrape, so it is as fresh. vllm's have the labels `model_name` and `engine`, sglang's
+`model_name`, `engine_type` (`prefill`, `decode`, `unified`), `tp_rank` and `pp_rank`; further labels are named below.
 
 The front shows what a client sees of the whole cluster, a worker what it did itself. A name that both have would be
 added up twice if both were scraped as one job: scrape the front alone for boards that look at the service, workers

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import secrets
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from slipstream.errors import ConfigError
 
 INTERRUPTED = 130  # exit code of what Ctrl-C has ended
 WORKLOADS = ("random", *MIXES)
+ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):\d+(/.*)?")  # host:port, with or without a path
 
 
 def work_of(name: str, input: str, output: str, shared: int, groups: int, block: int) -> Work:
@@ -81,8 +82,8 @@ def progress_bar(console: Console) -> Iterator[Callable[[str, LoadProgress], Non
 
 
 @click.command(short_help="Load a server that speaks the OpenAI API.")
-@click.argument("files", nargs=-1, type=click.Path(path_type=Path))
-@click.option("--url", default="", help="The server, such as http://127.0.0.1:8000 (with or without /v1).")
+@click.argument("words", nargs=-1, metavar="[URL | FILE...]")
+@click.option("--url", default="", help="The server, such as http://127.0.0.1:8000 (with or without /v1), by name.")
 @click.option("--model", default="", help="Its model. Default: the first that it names.")
 @click.option("--endpoint", type=click.Choice(["completions", "chat"]), default="completions", show_default=True)
 @click.option("--api-key", default="", envvar="OPENAI_API_KEY", help="Sent as a bearer token. Default: OPENAI_API_KEY.")
@@ -98,7 +99,7 @@ def progress_bar(console: Console) -> Iterator[Callable[[str, LoadProgress], Non
 @click.option("--max-input", default=0, help="Longer prompts are cut to so many tokens.")
 @click.option("--max-output", default=0, help="Longer answers are cut to so many tokens.")
 @click.option("--arrivals", type=click.Choice(KINDS), default=None, help="Default: trace for a trace, else poisson.")
-@click.option("--rate", default="1", show_default=True, help="Requests a second; several as 4,8,12.")
+@click.option("--rate", default="1", show_default=True, help="Asked rate, requests a second; several as 4,8,12.")
 @click.option("--speed", default="1", show_default=True, help="How many times as fast a trace is replayed; 1,2,4.")
 @click.option("--variation", default=2.0, show_default=True, help="Of burst: spread of gaps over their mean.")
 @click.option("--duration", default="30s", show_default=True, help="How long requests are sent, at each rate.")
@@ -116,30 +117,27 @@ def progress_bar(console: Console) -> Iterator[Callable[[str, LoadProgress], Non
 @click.option("--raw", is_flag=True, help="Put the gaps between all tokens into the JSON file.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), default=None, help="Write the results here.")
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path), default=None, help="Draw curves: .png or .svg.")
-def command(files: tuple[Path, ...], url: str, **options) -> None:
-    """Load a server that speaks the OpenAI API, in an open loop, and say how it did.
+def command(words: tuple[str, ...], url: str, **options) -> None:
+    """Load the server at URL, which speaks the OpenAI API, in an open loop, and say how it did.
 
-    With FILES, results of earlier calls (--json), nothing is sent: they are shown side by side.
+    With FILEs, results of earlier calls (--json), nothing is sent: they are shown side by side.
 
     \b
-    slipstream bench serve --url http://127.0.0.1:8000 --rate 4,8,12 --slo ttft=1s,tpot=10ms --json pd.json
+    slipstream bench serve http://127.0.0.1:8000 --rate 4,8,12 --slo ttft=1s,tpot=10ms --json pd.json
     slipstream bench serve pd.json colocated.json --plot curves.svg
     """
     plot_path, json_path = options.pop("plot_path"), options.pop("json_path")
+    url, files = asked_for(words, url)
     if json_path:
         outfile.check(json_path)
     if plot_path:
         check_path(plot_path)
     whole = True
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = outfile.terminal(160, highlight=False)
     if files:
-        if url:
-            raise ConfigError("give either --url, to load a server, or FILES, to compare earlier results.")
         found = [reports.load_report(path) for path in files]
-        console.print(reports.table(found))
+        reports.print_table(found, console)
     else:
-        if not url:
-            raise ConfigError("--url is missing: the server to load, such as http://127.0.0.1:8000.")
         report, whole = measure(url, options, console)
         found = [report]
     if json_path and not files:
@@ -150,6 +148,26 @@ def command(files: tuple[Path, ...], url: str, **options) -> None:
         raise SystemExit(INTERRUPTED)
     if not files and not any(row.ok for row in found[0].rates):
         raise SystemExit(1)
+
+
+def asked_for(words: tuple[str, ...], url: str) -> tuple[str, list[Path]]:
+    """The server to load, by --url or as the only word, or the files to compare. Raises ConfigError."""
+    urls = [word for word in words if "://" in word or (ADDRESS.fullmatch(word) and not Path(word).exists())]
+    files = [Path(word) for word in words if word not in urls]
+    urls += [url] if url else []
+    if len(urls) > 1:
+        raise ConfigError(f"give one server to load; {' and '.join(urls)} were given.")
+    if urls and files:
+        raise ConfigError(
+            f"give either a server to load ({urls[0]}), or files of earlier results to compare "
+            f"({', '.join(map(str, files))}), not both."
+        )
+    if not urls and not files:
+        raise ConfigError(
+            "which server? Give its address, as in: slipstream bench serve http://127.0.0.1:8000; or files that --json "
+            "has written, to compare them."
+        )
+    return "".join(urls), files
 
 
 def measure(url: str, options: dict, console: Console) -> tuple[reports.ServeReport, bool]:

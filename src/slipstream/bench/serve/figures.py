@@ -86,9 +86,11 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True):
 class Figures(msgspec.Struct, kw_only=True):
     """One rate, all its seeds together. Latencies are of whole answers; errors count against goodput.
 
-    Rates are per second of the windows in which requests arrived, over everything that happened in them: requests
-    completed, tokens that came, prompt tokens whose first token came. `wrong_length` counts whole answers that are not
-    as long as asked, `other_prompts` prompts whose length by the server's count is not the wanted one.
+    `rate` is what was asked for: requests a second, or how many times as fast a trace was replayed; `sent_per_s` what
+    was sent, which differs by the chance of the arrivals. This and the other rates are per second of the windows in
+    which requests arrived, over everything that happened in them: requests completed, tokens that came, prompt tokens
+    whose first token came. `wrong_length` counts whole answers that are not as long as asked, `other_prompts` prompts
+    whose length by the server's count is not the wanted one.
     """
 
     rate: float
@@ -98,7 +100,7 @@ class Figures(msgspec.Struct, kw_only=True):
     errors: dict[str, int]
     error_examples: dict[str, str] = {}
     window_s: float
-    offered_per_s: float
+    sent_per_s: float
     done_per_s: float
     prompt_tokens_per_s: float
     output_tokens_per_s: float
@@ -223,7 +225,7 @@ def figures(rate: float, results: dict[int, LoadResult], slo: Slo | None, *, tol
         errors=dict(Counter(stream.problem for stream in failed).most_common()),
         error_examples={stream.problem: stream.detail for stream in reversed(failed)},
         window_s=window,
-        offered_per_s=len(pairs) / window,
+        sent_per_s=len(pairs) / window,
         done_per_s=done / window,
         prompt_tokens_per_s=prompts / window,
         output_tokens_per_s=tokens / window,
@@ -285,9 +287,9 @@ def notes(found: Figures, *, told_usage: bool) -> list[str]:
             f"events brought {found.tokens_per_event:.2f} tokens on average: gaps between events are not gaps between "
             "tokens; read TPOT"
         )
-    if found.offered_per_s and found.done_per_s < 0.9 * found.offered_per_s:
+    if found.sent_per_s and found.done_per_s < 0.9 * found.sent_per_s:
         said.append(
-            f"the server completed {found.done_per_s:.2f} of {found.offered_per_s:.2f} requests/s offered "
+            f"the server completed {found.done_per_s:.2f} of {found.sent_per_s:.2f} requests/s sent "
             f"({found.open_at_end} open at the end): either it does not keep up, and latencies grow with the length of "
             "the run, or the run is short for its answers"
         )

@@ -18,8 +18,8 @@ from slipstream.errors import ConfigError
 
 
 class RequestRow(msgspec.Struct, array_like=True):
-    """One measured request. Times in milliseconds, `due_s` in seconds after the first measured one; -1 where there is
-    none. `gaps_ms` only when raw data were asked for."""
+    """One measured request. `rate` as it was asked for. Times in milliseconds, `due_s` in seconds after the first
+    measured one; -1 where there is none. `gaps_ms` only when raw data were asked for."""
 
     rate: float
     seed: int
@@ -99,40 +99,69 @@ def short(value: float) -> str:
     return f"{value:.0f}" if value >= 99.95 else f"{value:.3g}"
 
 
-def table(reports: Sequence[ServeReport]) -> Table:
-    """A row for each rate; latencies in milliseconds, p50 / p90 / p99."""
-    drawn = Table(title="latencies in ms: p50 / p90 / p99", title_justify="left")
+LATENCIES: tuple[str, ...] = ("TTFT", "ITL", "TPOT", "E2E")
+HEADINGS: tuple[str, ...] = ("asked", "sent/s", "done/s", "prompt tok/s", "tok/s", *LATENCIES, "goodput", "failed")
+
+
+def print_table(reports: Sequence[ServeReport], console: Console) -> None:
+    """A row for each rate; latencies in milliseconds, p50 / p90 / p99. Two tables where one would be too wide."""
+    title = "latencies in ms: p50 / p90 / p99"
+    whole = _table(reports, title, HEADINGS)
+    if console.measure(whole, options=console.options.update(max_width=1000)).maximum <= console.width:
+        console.print(whole)
+        return
+    console.print(_table(reports, "", tuple(name for name in HEADINGS if name not in LATENCIES)))
+    console.print(_table(reports, title, ("asked", *LATENCIES)))
+
+
+def _table(reports: Sequence[ServeReport], title: str, headings: Sequence[str]) -> Table:
+    drawn = Table(title=title, title_justify="left")
     several = len(reports) > 1
-    if several:
-        drawn.add_column("load", no_wrap=True)
-    for heading in ("offered", "done/s", "prompt tok/s", "tok/s", "TTFT", "ITL", "TPOT", "E2E", "goodput", "failed"):
-        drawn.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("load", *headings) if several else headings:
+        drawn.add_column(heading, justify="left" if heading == "load" else "right", overflow="fold")
     for report in reports:
         for row in report.rates:
-            good = row.good
-            drawn.add_row(
-                *([report.label] if several else []),
-                f"{row.rate:g}/s",
-                short(row.done_per_s),
-                f"{row.prompt_tokens_per_s:,.0f}",
-                f"{row.output_tokens_per_s:,.0f}",
-                *map(cells, (row.ttft, row.itl, row.tpot, row.e2e)),
-                f"{good.value:.2f} ({good.low:.2f}-{good.high:.2f})" if good else "",
-                f"[red]{row.requests - row.ok}" if row.ok < row.requests else "0",
-            )
+            shown = dict(zip(HEADINGS, _cells(report, row), strict=True))
+            drawn.add_row(*([report.label] if several else []), *(shown[heading] for heading in headings))
         drawn.add_section()
     return drawn
 
 
+def _cells(report: ServeReport, row: Figures) -> list[str]:
+    """Those of HEADINGS."""
+    good = row.good
+    return [
+        asked(report, row),
+        short(row.sent_per_s),
+        short(row.done_per_s),
+        f"{row.prompt_tokens_per_s:,.0f}",
+        f"{row.output_tokens_per_s:,.0f}",
+        *map(cells, (row.ttft, row.itl, row.tpot, row.e2e)),
+        f"{good.value:.2f} ({good.low:.2f}-{good.high:.2f})" if good else "",
+        f"[red]{row.requests - row.ok}" if row.ok < row.requests else "0",
+    ]
+
+
+def asked(report: ServeReport, row: Figures) -> str:
+    """What `--rate` or, for a trace, `--speed` asked for."""
+    return f"{row.rate:g} x" if _of_trace(report) else f"{row.rate:g}/s"
+
+
+def _of_trace(report: ServeReport) -> bool:
+    return report.load["arrivals"] == "trace"
+
+
 def print_report(report: ServeReport, console: Console) -> None:
-    console.print(table([report]))
+    print_table([report], console)
     if report.slo is not None:
         console.print(f"goodput: share of requests with {report.slo}; 95 % interval")
     for row in report.rates:
         for kind, count in row.errors.items():
-            console.print(f"[red]{row.rate:g}/s: {count} x {kind}: {row.error_examples.get(kind, '')}", highlight=False)
+            console.print(
+                f"[red]{asked(report, row)}: {count} x {kind}: {row.error_examples.get(kind, '')}", highlight=False
+            )
         for note in row.notes:
-            console.print(f"{row.rate:g}/s: {note}", highlight=False)
+            console.print(f"{asked(report, row)}: {note}", highlight=False)
     for note in report.notes:
         console.print(note, highlight=False)
 
@@ -148,22 +177,27 @@ def plot(reports: Sequence[ServeReport], path: Path, title: str = "") -> None:
 
 
 def _over_rates(reports: Sequence[ServeReport]) -> list[Panel]:
+    """Over the asked rate; where a trace is among them, which has none, over the sent one."""
+    x = "requests/s sent" if any(map(_of_trace, reports)) else "requests/s asked"
+
+    def places(report: ServeReport) -> list[float]:
+        return [row.sent_per_s if x == "requests/s sent" else row.rate for row in report.rates]
+
     def curves(pick: str) -> list[Curve]:
         found = []
         for report in reports:
-            x = [row.rate for row in report.rates]
+            at_rates = places(report)
             spreads = [getattr(row, pick) for row in report.rates]
             sound = all(s.low for s in spreads)
             for at, percent in ((0, 50), (3, 99)):
                 y = [getattr(s, f"p{percent}") for s in spreads]
                 low, high = ([s.low[at] for s in spreads], [s.high[at] for s in spreads]) if sound else ((), ())
-                found.append(Curve(report.label, x, y, low=low, high=high, dashed=percent == 99))
+                found.append(Curve(report.label, at_rates, y, low=low, high=high, dashed=percent == 99))
         return found
 
     def rate_of(pick: str) -> list[Curve]:
-        return [Curve(r.label, [f.rate for f in r.rates], [getattr(f, pick) for f in r.rates]) for r in reports]
+        return [Curve(r.label, places(r), [getattr(f, pick) for f in r.rates]) for r in reports]
 
-    x = "requests/s offered"
     panels = [
         Panel("time to first token, p50 and p99 (dashed)", x, "ms", curves("ttft"), log_y=True),
         Panel("time between tokens, p50 and p99 (dashed)", x, "ms", curves("itl"), log_y=True),
@@ -173,15 +207,19 @@ def _over_rates(reports: Sequence[ServeReport]) -> list[Panel]:
     ]
     goods = [report for report in reports if all(row.good for row in report.rates)]
     if goods:
-        panels.append(Panel(f"goodput: {goods[0].slo}", x, "share of requests", [_good(report) for report in goods]))
+        panels.append(
+            Panel(
+                f"goodput: {goods[0].slo}", x, "share of requests", [_good(report, places(report)) for report in goods]
+            )
+        )
     return panels
 
 
-def _good(report: ServeReport) -> Curve:
+def _good(report: ServeReport, places: Sequence[float]) -> Curve:
     shares = [row.good for row in report.rates if row.good]
     return Curve(
         report.label,
-        [row.rate for row in report.rates],
+        places,
         [share.value for share in shares],
         low=[share.low for share in shares],
         high=[share.high for share in shares],

@@ -14,7 +14,7 @@ from slipstream.bench.serve.client import Client
 from slipstream.bench.serve.figures import Figures, Slo, figures
 from slipstream.bench.serve.load import LoadResult, Planned, Progress, run_load
 from slipstream.bench.serve.prompts import PromptMaker, Sampling
-from slipstream.bench.serve.report import ServeReport, rows_of, short
+from slipstream.bench.serve.report import ServeReport, asked, rows_of, short
 from slipstream.bench.serve.target import Api, Target, UsageWay, characters_per_token, discover, parse_url
 from slipstream.bench.serve.work import Conversations, Item, Work
 from slipstream.errors import ConfigError
@@ -74,7 +74,7 @@ class Session:
             for rate in settings.rates:
                 row = await self._rate(client, target, rate, report, show)
                 report.rates.append(row)
-                self._say(_line(row))
+                self._say(_line(report, row))
         finally:
             client.close()
         return report
@@ -98,7 +98,6 @@ class Session:
     async def _rate(self, client: Client, target: Target, rate: float, report: ServeReport, show: Show) -> Figures:
         settings = self._settings
         results: dict[int, LoadResult] = {}
-        shown = rate
         for seed in settings.seeds:
             plan, cut = self.plan(client, target, rate, seed)
             if cut:
@@ -113,10 +112,8 @@ class Session:
                 show=lambda progress, name=name: show(name, progress),
             )
             results[seed] = result
-            measured = sum(planned.measured for planned in plan)
-            shown = rate if settings.arrivals != "trace" else measured / (result.end - result.begin)
-            report.requests += rows_of(round(shown, 3), seed, result, raw=settings.raw)
-        return figures(round(shown, 3), results, settings.slo, told_usage=target.usage != "none")
+            report.requests += rows_of(rate, seed, result, raw=settings.raw)
+        return figures(rate, results, settings.slo, told_usage=target.usage != "none")
 
     def _window(self, plan: list[Planned]) -> float:
         """How long requests are sent; of a number of requests, their span and one mean gap."""
@@ -217,9 +214,10 @@ class Session:
         )
 
 
-def _line(row: Figures) -> str:
+def _line(report: ServeReport, row: Figures) -> str:
     good = f", goodput {row.good.value:.2f}" if row.good else ""
     return (
-        f"{row.rate:g}/s: {row.ok} of {row.requests} whole, TTFT {short(row.ttft.p50)} / {short(row.ttft.p99)} ms, "
+        f"{asked(report, row)} asked, {short(row.sent_per_s)}/s sent: {row.ok} of {row.requests} whole, "
+        f"TTFT {short(row.ttft.p50)} / {short(row.ttft.p99)} ms, "
         f"ITL {short(row.itl.p50)} / {short(row.itl.p99)} ms (p50 / p99), {row.output_tokens_per_s:,.0f} tokens/s{good}"
     )
