@@ -179,7 +179,7 @@ def check_prefill(device: torch.device, dtype: torch.dtype, *, fp8: bool = False
         parts = [(0, [5] * 33, 0, tables[0]), (1, [5] * 70, 100, tables[1]), (2, [5], 15, tables[2])]
         step = MixedInputs(16, device).fill(make_plan([*parts, (3, [5] * 16, 16, tables[3])]))
         assert step.decodes == 0
-        both.kernels._gathers = False
+        both.kernels.gathers = False
         _attend(both, step, 33 + 70 + 1 + 16, "prefill_attention")
 
 
@@ -189,7 +189,7 @@ def check_prefill_gathered(device: torch.device, dtype: torch.dtype, *, fp8: boo
         tables = shuffled_tables(4, 14, 64)
         parts = [(0, [5] * 33, 0, tables[0]), (1, [5] * 70, 100, tables[1]), (2, [5], 15, tables[2])]
         step = MixedInputs(16, device).fill(make_plan([*parts, (3, [5] * 150, 16, tables[3])]))
-        both.kernels._gathers = True
+        both.kernels.gathers = True
         _attend(both, step, 33 + 70 + 1 + 150, "prefill_attention")
 
 

@@ -155,13 +155,17 @@ def test_what_steps_need_is_compiled_ahead_and_not_launched():
     from tests.unit.kernel_checks import Twins, config, random_model
 
     from slipstream.run.cuda.prepare import compile_ahead
+    from slipstream.run.cuda.sampling import TritonTokens
 
     seen: set[str] = set()
     both = Twins(random_model(config(tied=True), torch.device("cpu"), torch.float32))
+    tokens = TritonTokens(64, both.model.config.vocab, torch.float32, torch.device("cpu"))
     before = both.pools[0].values.clone()
     both.kernels.modules = {name: Noted(seen) for name in both.kernels.modules}
-    compile_ahead(both.kernels, both.model, [1, 2, 64])
-    small = {"rms_norm", "silu_mul", "one_row"}
-    assert seen == small | {"decode_attention", "rotate_and_write", "prefill_attention"}
+    tokens.kernels = Noted(seen)
+    compile_ahead(both.kernels, tokens, both.model, [1, 2, 64], sequences=64, context=4096)
+    of_layers = {"rms_norm", "silu_mul", "one_row", "decode_attention", "rotate_and_write", "prefill_attention"}
+    assert seen == of_layers | {"feed", "survey", "weigh", "pick"}
     assert isinstance(both.kernels.modules["small"], Noted)
+    assert isinstance(tokens.kernels, Noted)
     assert torch.equal(both.pools[0].values, before)

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from slipstream.config import AttentionBackend
-from slipstream.engine.plan import StepPlan
 from slipstream.errors import ConfigError
 from slipstream.model.config import ModelConfig
 from slipstream.model.llama import Llama
 from slipstream.run.attention import PagedPool
-from slipstream.run.cuda.inputs import MixedColumns, MixedInputs
+from slipstream.run.cuda.inputs import MixedColumns, MixedInputs, scratch_prompt
 from slipstream.run.cuda.ops import PromptAttention, TritonOps
 
 logger = logging.getLogger(__name__)
@@ -84,7 +83,9 @@ def _compiled(config: ModelConfig, pool: PagedPool) -> bool:
 def _faster(ops: TritonOps, model: Llama) -> str:
     """Times both on the same prompt, leaves the faster in `ops`, and says so."""
     layer, config, layout = model.layers[0], model.config, ops.pool.layout
-    step = MixedInputs(layout.page_tokens, ops.pool.device).fill(_prompt(TRIED_TOKENS, layout.pages_for(TRIED_TOKENS)))
+    step = MixedInputs(layout.page_tokens, ops.pool.device).fill(
+        scratch_prompt(TRIED_TOKENS, layout.pages_for(TRIED_TOKENS))
+    )
     width = (config.heads + 2 * config.kv_heads) * config.head_dim
     place = {"dtype": ops.pool.dtype, "device": ops.pool.device}
     qkv = torch.randn(TRIED_TOKENS, width, **place)
@@ -116,19 +117,6 @@ def _milliseconds(call: Any) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / REPEATS
-
-
-def _prompt(tokens: int, pages: int) -> StepPlan:
-    return StepPlan(
-        step=0,
-        token_ids=np.zeros(tokens, dtype=np.int64),
-        positions=np.arange(tokens),
-        query_start=np.array([0, tokens]),
-        context_lens=np.array([tokens]),
-        block_tables=np.zeros((1, pages), dtype=np.int64),
-        rows=np.zeros(1, dtype=np.int64),
-        sample=np.zeros(1, dtype=np.bool_),
-    )
 
 
 class FlashInferPrompts:

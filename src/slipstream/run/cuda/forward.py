@@ -31,12 +31,17 @@ class Scratch:
 
 
 def add_sum(model: Llama, ops: Ops, part: Tensor, linear: Linear, x: Tensor) -> None:
-    """x += linear(part), where every rank has a part of the features; rank 0 alone brings what is in x already."""
+    """x += linear(part), where every rank has a part of the features."""
+    add_part(model, ops, part, linear, x)
+    model.parallel.reduce(x)
+
+
+def add_part(model: Llama, ops: Ops, part: Tensor, linear: Linear, x: Tensor) -> None:
+    """What this rank has of that sum; rank 0 alone brings what is in x already."""
     if model.parallel.rank == 0:
         ops.add_project(part, linear, x)
     else:
         ops.project(part, linear, x)
-    model.parallel.reduce(x)
 
 
 def decode(model: Llama, ops: Ops, step: DecodeColumns, scratch: Scratch) -> None:

@@ -12,12 +12,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from slipstream.engine.plan import StepPlan
 from slipstream.model.llama import Llama
+from slipstream.run.cuda.capture import captured
 from slipstream.run.cuda.forward import Scratch, decode
 from slipstream.run.cuda.inputs import DecodeInputs
 from slipstream.run.cuda.ops import Ops
@@ -54,7 +56,7 @@ class DecodeGraphs:
         if model.device.type == "cuda":
             self._capture()
         else:
-            self._replay = {size: lambda size=size: self._compute(size) for size in self.sizes}
+            self._replay = {size: partial(self._compute, size) for size in self.sizes}
 
     @property
     def most(self) -> int:
@@ -90,15 +92,10 @@ class DecodeGraphs:
         self._inputs.columns.width_at.fill_(1)
         torch.cuda.synchronize(device)
         for size in reversed(self.sizes):
-            graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(stream):
                 self._compute(size)
                 stream.synchronize()
-                # Other threads (the mover of KV pages) may call CUDA meanwhile.
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                self._compute(size)
-                graph.capture_end()
-            self._replay[size] = graph.replay
+                self._replay[size] = captured(partial(self._compute, size), pool)
         torch.cuda.synchronize(device)
         logger.info(
             "decode graphs for %d batch sizes up to %d: %.1f s, %.0f MiB",

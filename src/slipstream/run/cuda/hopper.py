@@ -24,9 +24,14 @@ GROUP_ROWS = 64  # of one group of warps
 PROMPT_REGISTERS = 168  # a thread, of 12 warps: 240 for those that compute, 24 for those that fetch
 
 
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a GPU; (0, 0) of a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
 def usable(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether these kernels can run: Hopper, and a triton that speaks Gluon."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    if capability(device) != (9, 0):
         return False
     try:
         kernels()
@@ -49,6 +54,11 @@ def describe(tensor: Tensor, block: list[int]) -> Any:
     kind = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[tensor.dtype]
     layout = gl.NVMMASharedLayout.get_default_for(block, kind)
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)
+
+
+# One number of rows for each kernel that products have, whatever their weights: one row, the three rooms of `few_rows`
+# (its shapes and `few_rows_pay` change between these rooms and nowhere else), and more, which are cuBLAS's.
+KINDS_OF_ROWS = (1, LEAST_ROOM, 2 * LEAST_ROOM, MOST_ROWS, MOST_ROWS + 1)
 
 
 def few_rows_pay(outputs: int, inputs: int, rows: int, *, add: bool, gated: bool) -> bool:

@@ -189,3 +189,18 @@ class MixedInputs:
         self._staged.send(int(starts[-1]))
         ints = self._staged.device
         return [ints[start : start + len(column)] for start, column in zip(starts, columns, strict=False)]
+
+
+def scratch_prompt(tokens: int, pages: int) -> StepPlan:
+    """A prompt that computes in the scratch page and whose sequence nobody knows."""
+    column: NDArray[np.int64] = np.arange(tokens)
+    return StepPlan(
+        step=0,
+        token_ids=np.zeros(tokens, dtype=np.int64),
+        positions=column,
+        query_start=np.array([0, tokens]),
+        context_lens=np.array([tokens]),
+        block_tables=np.zeros((1, pages), dtype=np.int64),
+        rows=np.zeros(1, dtype=np.int64),
+        sample=np.zeros(1, dtype=np.bool_),
+    )

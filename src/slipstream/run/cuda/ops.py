@@ -108,15 +108,15 @@ class TritonOps:
         self._pdl: dict[str, Any] = {"PDL": pdl, "launch_pdl": True} if pdl else {"PDL": False}
         self.one_row_shape = one_row_shape  # a benchmark may try others, of these
         self.paged_shape, self.gathered_shape = paged_shape, gathered_shape
-        has_tensor_copies = pool.device.type == "cuda" and torch.cuda.get_device_capability(pool.device) >= (9, 0)
-        self._gathers = has_tensor_copies and pool.dtype != torch.float32 and pool.layout.head_dim in (64, 128)
+        has_tensor_copies = hopper.capability(pool.device) >= (9, 0)
+        self.gathers = has_tensor_copies and pool.dtype != torch.float32 and pool.layout.head_dim in (64, 128)
         self._hopper = hopper.usable(pool.device, pool.dtype)
         self._few = None
         if self._hopper:
             self.modules["hopper"] = hopper.kernels()
             self._few = hopper.FewRows(pool.device, pdl=pdl)
         self.few_rows_pay, self.prompt_shape = hopper.few_rows_pay, hopper.prompt_shape  # likewise
-        self._room_laid_out = LAID_OUT_BYTES // (2 * pool.layout.kv_heads * pool.layout.head_dim * pool.dtype.itemsize)
+        self.room_laid_out = LAID_OUT_BYTES // (2 * pool.layout.kv_heads * pool.layout.head_dim * pool.dtype.itemsize)
         self._laid: tuple[tuple[int, int], tuple[Tensor, Tensor], tuple[Any, ...]] | None = None
         self._precision = "ieee" if pool.dtype == torch.float32 else "tf32"
         layout, device = pool.layout, pool.device
@@ -247,9 +247,20 @@ class TritonOps:
     def step_attention(self, qkv: Tensor, out: Tensor, step: MixedColumns) -> Callable[[DecoderLayer], None]:
         return _StepCalls(self, qkv, out, step)
 
+    def kinds_of_decodes(self, most: int) -> list[int]:
+        """Of the numbers of sequences up to `most`, one for each kernel that `decode_attention` has for them."""
+        kinds = {self._decode_kind(sequences): sequences for sequences in range(most, 0, -1)}
+        return sorted(kinds.values())
+
+    def _decode_kind(self, sequences: int) -> tuple[int, int, int, bool, int]:
+        """(tokens at a time, warps, stages, whether contexts are divided, room for shares of one) of its kernel."""
+        splits, tile, warps, stages = decode_shape(sequences * self.pool.layout.kv_heads)
+        return tile, warps, stages, splits > 1, 8 if splits <= 8 else MOST_SPLITS
+
     def _decode_call(self, of_layer: Tensors, qkv: Tensor, out: Tensor, step: DecodeColumns) -> Call:
         layout, sequences = self.pool.layout, qkv.shape[0]
-        splits, tile, warps, stages = decode_shape(sequences * layout.kv_heads)
+        splits = decode_shape(sequences * layout.kv_heads)[0]
+        tile, warps, stages, divided, places = self._decode_kind(sequences)
         query_gain, key_gain, keys = of_layer.tensors
         columns = step.lengths, step.tables, step.width_at
         sizes = self._scale, self._norm_eps, self._page_stride, self._head_stride, splits
@@ -265,8 +276,8 @@ class TritonOps:
                 "HALF": layout.head_dim // 2,
                 **self._pages,
                 "TILE": tile,
-                "SPLIT": splits > 1,
-                "PLACES": 8 if splits <= 8 else MOST_SPLITS,
+                "SPLIT": divided,
+                "PLACES": places,
                 "MEMBERS": power_of_two(self._group),
                 "QK_NORM": self.config.qk_norm,
                 "PRECISION": self._precision,
@@ -299,7 +310,7 @@ class TritonOps:
     ) -> list[tuple[Call, tuple[int, ...]]]:
         """Attention behind `rotate_and_write`: calls, and where in each the layer's first key is."""
         keys = of_layer.tensors[2]
-        if self._gathers and step.laid_out <= self._room_laid_out:
+        if self.gathers and step.laid_out <= self.room_laid_out:
             gather, attend = self._gathered_calls(keys, qkv, out, step)
             return [(gather, (0,)), (attend, ())]
         return [(self._paged_call(keys, qkv, out, step), (2,))]

@@ -19,13 +19,13 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.model.config import ModelConfig
 from slipstream.model.llama import Llama
+from slipstream.run.cuda.capture import captured
 from slipstream.run.cuda.forward import add_sum
 from slipstream.run.cuda.inputs import MixedColumns
 from slipstream.run.cuda.ops import Ops
@@ -114,7 +114,8 @@ class PieceGraphs:
             for number in sorted({0, 1, layers}):  # of each kind one, so that all is loaded and compiled
                 self._compute(number, size)
             torch.cuda.current_stream(device).synchronize()
-            self._replay[size] = [self._captured(number, size, pool) for number in range(layers + 1)]
+            numbers = range(layers + 1)
+            self._replay[size] = [captured(partial(self._compute, number, size), pool) for number in numbers]
         torch.cuda.synchronize(device)
         self.capture_s = time.perf_counter() - started
         self.taken_bytes = free - torch.cuda.mem_get_info(device)[0]
@@ -126,11 +127,3 @@ class PieceGraphs:
             self.capture_s,
             self.taken_bytes / 2**20,
         )
-
-    def _captured(self, number: int, size: int, pool: Any) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
-        # Other threads (the mover of KV pages) may call CUDA meanwhile.
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        self._compute(number, size)
-        graph.capture_end()
-        return graph.replay

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.config import AttentionBackend
@@ -31,9 +30,9 @@ from slipstream.kv.layout import KVLayout
 from slipstream.model.llama import Llama
 from slipstream.run.cuda.forward import mixed
 from slipstream.run.cuda.graphs import DecodeGraphs, graph_sizes
-from slipstream.run.cuda.inputs import MixedInputs
+from slipstream.run.cuda.inputs import MixedInputs, scratch_prompt
 from slipstream.run.cuda.ops import HEAD_DIMS, Ops, TritonOps
-from slipstream.run.cuda.pieces import MOST_ROWS, PieceGraphs, piece_sizes
+from slipstream.run.cuda.pieces import MOST_ROWS, PieceGraphs
 from slipstream.run.cuda.prepare import compile_ahead
 from slipstream.run.cuda.sampling import TokenOps, TorchTokens, TritonTokens
 from slipstream.run.runner import Runner
@@ -73,8 +72,8 @@ class Launched:
 class CudaRunner(Runner):
     """`Runner` with kernels and CUDA graphs. `max_pages` is the widest block table of a plan.
 
-    `ops` replaces the kernels, for tests; without `capture` every step runs kernel by kernel. With `prompt_graphs`
-    steps of up to `prompt_rows` tokens that hold prompts run as `pieces.PieceGraphs`.
+    `ops` and `tokens` replace the kernels, for tests; without `capture` every step runs kernel by kernel. With
+    `prompt_graphs` steps of up to `prompt_rows` tokens that hold prompts run as `pieces.PieceGraphs`.
     """
 
     depth = 2
@@ -89,6 +88,7 @@ class CudaRunner(Runner):
         max_pages: int,
         *,
         ops: Ops | None = None,
+        tokens: TokenOps | None = None,
         capture: bool = True,
         prompt_graphs: bool = False,
         prompt_rows: int = MOST_ROWS,
@@ -105,15 +105,15 @@ class CudaRunner(Runner):
                 pdl = torch.cuda.get_device_capability(device) >= (9, 0)
                 ops = TritonOps(model.config, self.pool, model.rotary, max_sequences, pdl=pdl)
             self._ops: Ops = ops
-            self._tokens: TokenOps = TorchTokens()
-            if device.type == "cuda":
-                self._tokens = TritonTokens(max_sequences, model.config.vocab, model.dtype, device)
+            if tokens is None and device.type == "cuda":
+                tokens = TritonTokens(max_sequences, model.config.vocab, model.dtype, device)
+            self._tokens: TokenOps = tokens or TorchTokens()
             self.sampler = Sampler(max_sequences, model.config.vocab, device, self._draw)
             self._mixed = MixedInputs(layout.page_tokens, device)
             sizes = graph_sizes(max_sequences)
-            if isinstance(ops, TritonOps):
-                # For a dry run too: it is the first to need the kernels of prompts.
-                compile_ahead(ops, model, sizes, piece_sizes(prompt_rows)[:1] if prompt_graphs else [])
+            if isinstance(ops, TritonOps) and isinstance(tokens, TritonTokens):  # for a dry run too: it needs most
+                context = max_pages * layout.page_tokens
+                compile_ahead(ops, tokens, model, sizes, sequences=max_sequences, context=context)
             sizes = sizes if capture else []
             self._graphs = DecodeGraphs(model, ops, self._tokens, self._last, sizes, max_sequences, max_pages)
             self._pieces = PieceGraphs(model, ops, prompt_rows if prompt_graphs and capture else 0)
@@ -245,18 +245,3 @@ def wants_more(sampling: SamplingParams) -> bool:
     """Whether a row's logits are changed before its token is drawn, or anybody asks for them."""
     changed = sampling.penalized or bool(sampling.logit_bias) or sampling.min_tokens > 0
     return changed or sampling.logprobs is not None
-
-
-def scratch_prompt(tokens: int, pages: int) -> StepPlan:
-    """A prompt that computes in the scratch page and whose sequence nobody knows."""
-    column: NDArray[np.int64] = np.arange(tokens)
-    return StepPlan(
-        step=0,
-        token_ids=np.zeros(tokens, dtype=np.int64),
-        positions=column,
-        query_start=np.array([0, tokens]),
-        context_lens=np.array([tokens]),
-        block_tables=np.zeros((1, pages), dtype=np.int64),
-        rows=np.zeros(1, dtype=np.int64),
-        sample=np.zeros(1, dtype=np.bool_),
-    )

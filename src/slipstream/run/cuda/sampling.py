@@ -39,7 +39,7 @@ class TritonTokens:
     def __init__(self, most: int, vocab: int, dtype: torch.dtype, device: torch.device) -> None:
         from slipstream.run.cuda import sampling_kernels
 
-        self._kernels: Any = sampling_kernels
+        self.kernels: Any = sampling_kernels
         self.vocab, self._pieces = vocab, -(-vocab // PIECE)
         size = most * self._pieces
         self._tops = torch.empty(size, dtype=torch.float32, device=device)
@@ -51,12 +51,13 @@ class TritonTokens:
 
     def feed(self, token_ids: Tensor, rows: Tensor, last: Tensor) -> None:
         count = len(token_ids)
-        self._kernels.feed[(-(-count // 256),)](token_ids, rows, last, count, BLOCK=256, num_warps=2)
+        self.kernels.feed[(-(-count // 256),)](token_ids, rows, last, count, BLOCK=256, num_warps=2)
 
     def draw(
         self, logits: Tensor, how: DrawColumns, chosen: Tensor, rows: Tensor | None = None, last: Tensor | None = None
     ) -> None:
-        kernels, pieces, count, stride = self._kernels, self._pieces, len(logits), logits.stride(0)
+        kernels, pieces, count = self.kernels, self._pieces, len(logits)
+        stride = logits.stride(0) if count > 1 else self.vocab  # of one row it may be anything, and is compiled for
         places = max(16, 1 << (pieces - 1).bit_length())
         likely = self._likely[logits.dtype]
         cuts = how.temperature, how.top_k, how.log_min_p, how.top_p

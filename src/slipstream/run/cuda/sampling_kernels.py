@@ -23,7 +23,7 @@ LIKELY = tl.constexpr(-16.0)  # scaled logits above it are listed: their weights
 BOTTOM = tl.constexpr(-104.0)  # below it weights are 0 in float32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def feed(token_ids, rows, last, count, BLOCK: tl.constexpr):
     # token_ids [count]: where one is negative, the row's last takes its place.
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -1,0 +1,37 @@
+"""Captures what is launched on a stream as a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+
+def captured(compute: Callable[[], object], pool: Any) -> Callable[[], None]:
+    """What `compute` launches on the current stream, which may not be the device's default, as a graph to replay.
+
+    Its activations are taken from `pool` (`torch.cuda.graph_pool_handle`). `compute` has run on this stream before, so
+    that nothing is compiled, loaded, or allocated for good while it is captured.
+
+    The mode is `thread_local`. While a stream is captured CUDA refuses calls that could wait for it or that the graph
+    would miss (cudaMalloc, cudaEventQuery of a captured event, a blocking copy). In the default mode, `global`, it
+    refuses them to every thread of the process, and the refused call fails *and* spoils the capture; but other threads
+    have their own business then: the mover and the IO thread of another worker in this process query events, register
+    and map memory and load copy kernels, NCCL's proxies allocate. `thread_local` refuses to this thread alone, where
+    a refusal is a fault of ours, and lets them be. `relaxed` would hide such faults. The three things that spoil a
+    capture from another thread in any mode do not happen: nobody works on the captured stream but this thread, all
+    streams here are created non-blocking, so that work on the legacy default stream has no order to it, and nobody
+    synchronizes the whole device but when a worker closes its memory.
+    """
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        compute()
+    except BaseException:
+        with suppress(RuntimeError):  # a stream that is still captured would fail all that follow
+            graph.capture_end()
+        raise
+    graph.capture_end()
+    return graph.replay
