@@ -4,10 +4,10 @@
 
 Steps: tests (of tests/gpu: the engine), bench (`slipstream bench engine`, beside the goals), fp8 and flashinfer (the
 same with a KV cache of one byte a number, and with FlashInfer's prefill attention, beside `bench` where both ran),
-sampling (drawing tokens from logits, microseconds, beside plain torch), prompts (tests of prompt graphs; then what
-steps with prompts cost host and device with and without them, and what capturing takes). Without a step: all. Results
-are printed as they come; figures with their goals are in FOLDER/figures.jsonl. Shapes of kernels are compared by
-`gpu_shapes.py`. Needs torch, triton and one GPU; `--shapes tiny --device cpu` tries `prompts` without one.
+sampling (drawing tokens from logits, microseconds, beside plain torch), prompts (what steps with prompts cost host and
+device with and without prompt graphs, and what capturing these takes). Without a step: all. Results are printed as they
+come; figures with their goals are in FOLDER/figures.jsonl. Shapes of kernels are compared by `gpu_shapes.py`. Needs
+torch, triton and one GPU; `--shapes tiny --device cpu` tries `prompts` without one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from gpu_prompts import prompts
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = ("tests", "bench", "fp8", "flashinfer", "sampling", "prompts")
-PROMPT_TESTS = "prompt or step"  # of tests/gpu/test_engine.py
 BENCHES: dict[str, tuple[str, ...]] = {
     "bench": ("--sampled",),
     "fp8": ("--kv-dtype", "fp8"),
@@ -77,19 +76,19 @@ def run_step(step: str, arguments: argparse.Namespace) -> int:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     figures = Figures(arguments.out, step)
     if step == "tests":
-        return gpu_tests(environment, "")
+        return gpu_tests(environment)
     if step == "prompts":
-        failed = gpu_tests(environment, PROMPT_TESTS) if arguments.device != "cpu" else 0
         tried = {"tokens": (16, 80), "decodes": (0, 3), "repeats": 1} if arguments.device == "cpu" else {}
         prompts(arguments.shapes, arguments.device, figures, **tried)
-        return failed
+        return 0
     if step == "sampling":
         sampling()
         return 0
+    failed = step == "flashinfer" and gpu_tests(environment, "-k", "flashinfer")
     path = arguments.out / f"{step}.json"
     command = [sys.executable, "-m", "slipstream", "bench", "engine", "--shapes", arguments.shapes, *BENCHES[step]]
     command += ["--json", str(path), *(["--kernels"] if arguments.kernels else [])]
-    failed = subprocess.run(command, cwd=ROOT, env=environment).returncode != 0
+    failed += subprocess.run(command, cwd=ROOT, env=environment).returncode != 0
     if path.exists():
         plain = [arguments.out / "bench.json", arguments.out.parent / "steps" / "bench.json"]  # of gpu_all.py
         judge(step, json.loads(path.read_text())["rows"], next(filter(Path.exists, plain), plain[0]), figures)
@@ -117,12 +116,12 @@ def judge(step: str, rows: list[dict[str, Any]], plain: Path, figures: Figures) 
             figures.add(f"{name}, step - graph", row["step_ms"] - row["device_ms"], "ms", most=GAP_MS)
 
 
-def gpu_tests(environment: dict[str, str], chosen: str) -> bool:
+def gpu_tests(environment: dict[str, str], *chosen: str) -> bool:
     """Whether any of the GPU tests of the engine fails."""
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "tests/gpu/test_engine.py"]
-    command += ["-k", chosen] if chosen else ["tests/gpu/test_kernels_covered.py"]
-    command += ["-n", "8"] if importlib.util.find_spec("xdist") else []
-    return subprocess.run(command, cwd=ROOT, env=environment).returncode not in (0, 5)  # 5: none was chosen
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"]
+    command += ["tests/gpu/test_engine.py", "tests/gpu/test_kernels_covered.py", *chosen]
+    command += ["-n", "8"] if importlib.util.find_spec("xdist") and not chosen else []
+    return subprocess.run(command, cwd=ROOT, env=environment).returncode != 0
 
 
 def sampling(vocab: int = 151936) -> None:

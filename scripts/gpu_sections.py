@@ -15,6 +15,7 @@ Kind = Literal["tests", "measures"]
 PYTEST = ("-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider")
 ENGINE, SERVE, SERVING = "scripts/gpu_engine.py", "scripts/gpu_serve.py", "scripts/gpu_serving.py"
 TRANSFER, TP = "scripts/gpu_transfer.py", "scripts/gpu_tp.py"
+PACKAGES = ("nixl|nixl_cu13|nixl_cu12", "mooncake")
 TINY_HANDOFF = ("--memory", "cpu,cpu", "--handoff=--cases 64x1x3,64x4x2 --layout 2x2x32")
 
 
@@ -22,7 +23,8 @@ TINY_HANDOFF = ("--memory", "cpu,cpu", "--handoff=--cases 64x1x3,64x4x2 --layout
 class Section:
     """`run` and `cpu` are arguments of python; {out} is the section's folder, {limit} the seconds that it gets.
 
-    `needs`: a package, or "$NAME" for a variable that must be set. `cpu` is empty where there is no way without a GPU.
+    `needs`: packages (one of "a|b"), or "$NAME" for a variable that names a file. `cpu` is empty where there is no way
+    without a GPU.
     """
 
     name: str
@@ -55,8 +57,8 @@ class Section:
         for need in self.needs:
             if need.startswith("$") and not Path(os.environ.get(need[1:], "/nowhere")).exists():
                 return f"{need} names no file that is there"
-            if not need.startswith("$") and importlib.util.find_spec(need) is None:
-                return f"the package {need} is not there"
+            if not need.startswith("$") and not any(map(importlib.util.find_spec, need.split("|"))):
+                return f"the package {need.replace('|', ' or ')} is not there"
         return ""
 
     def command(self, folder: Path, limit: float, device: str) -> list[str]:
@@ -99,7 +101,7 @@ SECTIONS = (
         (ENGINE, "bench", "--out", "{out}"),
     ),
     Section(
-        "prompts", "steps with prompts, with and without prompt graphs", 1, "measures", 90,
+        "prompts", "steps with prompts, with and without prompt graphs", 1, "measures", 70,
         (ENGINE, "prompts", "--out", "{out}"),
         (ENGINE, "prompts", "--out", "{out}", "--shapes", "tiny", "--device", "cpu"),
     ),
@@ -113,16 +115,16 @@ SECTIONS = (
         (SERVE, "reference", "--out", "{out}"), needs=("$SMOLLM2",),
     ),
     Section(
-        "apart", "SmolLM2: prefill and decode on two cards against one, token for token", 2, "measures", 100,
+        "apart", "SmolLM2: prefill and decode on two cards against one, token for token", 2, "measures", 70,
         (SERVE, "apart", "--out", "{out}", "--transports", "auto"), needs=("$SMOLLM2",),
     ),
     transfer("table", "GB/s of cuda_ipc by page size, both directions, beside the raw copy", 45, "table"),
     transfer("peers", "the same beside nixl and mooncake", 150, "peers", "--sizes", "1K,8K,32K,128K,1M,2M",
-             needs=("nixl", "mooncake")),
+             needs=PACKAGES),
     transfer("staged", "shm and tcp with GPU memory", 40, "packages", "--engines", "shm,tcp",
              cpu=("--memory", "cpu,cpu", "--engines", "shm,tcp")),
     transfer("packages", "nixl and mooncake behind slipstream's transports, on GPU memory", 60, "packages",
-             "--engines", "transport-nixl,transport-mooncake", needs=("nixl", "mooncake")),
+             "--engines", "transport-nixl,transport-mooncake", needs=PACKAGES),
     transfer("paced", "what handoffs at intervals cost loops on either GPU", 25, "paced"),
     transfer("flight", "64 batches of 16 MiB under way", 15, "flight"),
     serving("serving-1.5b", "1.5B: loads apart and both, long, exposure, turns, disturbed", 330, "1.5b"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from slipstream.bench.engine import StepRow
 from slipstream.bench.handoff import HandoffRow
@@ -20,7 +21,7 @@ from slipstream.bench.report import TransferRow
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 NAMES = (
     "gpu_figures", "gpu_models", "gpu_servers", "gpu_loads", "gpu_prompts", "gpu_engine", "gpu_serving",
-    "gpu_transfer_goals",
+    "gpu_transfer_goals", "gpu_reference",
 )  # fmt: skip
 
 
@@ -130,3 +131,24 @@ def test_parts_are_those_named_or_usual(
 def test_the_kv_of_a_token_is_that_of_the_shape(scripts: SimpleNamespace) -> None:
     sizes = {model.name: model.token_bytes for model in scripts.gpu_loads.MODELS}
     assert sizes == {"8b": 131072, "1.5b": 28672}
+
+
+def test_a_token_that_differs_is_right_only_where_rounding_may_decide(scripts: SimpleNamespace, tmp_path: Path) -> None:
+    """Of three tokens the second is the reference's second choice, by 0.3; a logit's error is 0.1, then 0.2."""
+    logits = torch.tensor([[1.0, 0.0, 0.0], [0.7, 1.0, 0.0], [0.0, 0.0, 1.0]])
+    answered = scripts.gpu_reference.Answered([[0, 0, 2]], [logits])
+    figures = scripts.gpu_figures.Figures(tmp_path, "reference")
+    for error in (0.1, 0.2):
+        scripts.gpu_reference.compare(f"model {error}", answered, [logits], error, figures)
+    wrong, tie = scripts.gpu_figures.read(tmp_path)
+    assert (wrong.value, wrong.verdict, tie.value, tie.verdict) == (1, "SHORT", 0, "PASS")
+    assert "2 equal, 1 near-ties, 0 of 1 answers equal throughout, gap 0.3" in tie.note
+
+
+def test_prompts_for_the_reference_have_the_lengths_at_the_edges_and_up_to_the_longest(
+    scripts: SimpleNamespace,
+) -> None:
+    lengths = scripts.gpu_reference.lengths(50, 2000)
+    assert len(lengths) == 50
+    assert {1, 16, 17, 512, 513, 2000} <= set(lengths)
+    assert max(scripts.gpu_reference.lengths(9, 100)) <= 100
