@@ -132,7 +132,10 @@ class Mover:
         while self._commands:  # that came while the last one was being done
             self._obey()
         for transport in self._transports.values():
-            transport.shutdown()
+            try:
+                transport.shutdown()
+            except Exception:
+                logger.exception("%s could not be shut down in order", transport.name)
         while self._writes:  # of a route that was opened while the agent was being closed
             self._tell(self._writes.popitem()[1], CLOSED)
 

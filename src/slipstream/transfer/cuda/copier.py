@@ -3,7 +3,8 @@
 `start` looks at a batch once (`plan.survey`), divides it between copy engine and kernel (`plan.divide`), writes the
 offsets that the kernel needs into pinned memory, queues their upload, the launch and the copies on one of a few
 streams, and puts an event behind them. It returns at once. The lists of a batch live in a slot that is used again when
-the batch is done; slots are made as batches in flight need them and stay.
+the batch is done; slots are made as batches in flight need them and stay. Short lists have slots from the start
+(`CopySettings.short_lists`): making one can wait for the GPU, which the threads that start short copies must not.
 
 `launch` is how a kernel gets started; the one given by default compiles or imports what it needs when first called.
 
@@ -11,7 +12,7 @@ Batches that the copy engine takes as a whole have a stream of their own, since 
 one behind the other. Long lists are looked at and written by two threads, a column each: the link would else wait for
 them.
 
-A copier belongs to one thread, and leaves its device current there.
+A copier is used by one thread at a time, and leaves its device current there.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.transfer.cuda.launcher import CopySettings, KernelLauncher, Launch
+from slipstream.transfer.cuda.launcher import SHORT_LIST_BYTES, CopySettings, KernelLauncher, Launch
 from slipstream.transfer.cuda.memory import PinnedMemory
 from slipstream.transfer.cuda.plan import (
     PIECE_BYTES,
@@ -78,17 +79,14 @@ class _Lane:
     in_flight: int = 0
 
 
+@dataclass(eq=False, slots=True)
 class _Slot:
-    """Room for a list: pinned memory to write it, device memory to read it from."""
+    """Room for a list: pinned memory to write it and, unless it is short, device memory to read it from."""
 
-    def __init__(self, device: Device, size: int) -> None:
-        self.bytes = size
-        self.pinned = PinnedMemory(device, size)
-        self.address = device.allocate(size)
-
-    def close(self, device: Device) -> None:
-        self.pinned.close()
-        device.free(self.address)
+    bytes: int
+    array: NDArray[np.uint8]
+    pinned_at: int
+    device_at: int = 0
 
 
 class Copier:
@@ -108,8 +106,10 @@ class Copier:
         self._engine_lane = _Lane(device.stream())
         self._second = ThreadPoolExecutor(1, thread_name_prefix="slipstream-lists")
         self._events: list[int] = []
-        self._all_slots = [_Slot(device, _SLOT_BYTES) for _ in range(2 * self.settings.streams)]
-        self._slots = list(self._all_slots)
+        self._pinned: list[PinnedMemory] = []
+        self._on_device: list[int] = []
+        self._slots = self._short_slots(self.settings.short_lists)
+        self._slots += [self._new_slot(_SLOT_BYTES) for _ in range(2 * self.settings.streams)]
 
     # ------------------------------------------------------------------------------------------------ copies
 
@@ -190,11 +190,11 @@ class Copier:
         for part in kernel_lists(source_at, destination_at, runs, seen):
             slot = self._slot(part.bytes)
             copy.slots.append(slot)
-            self._write(part, slot.pinned.array)
-            lists = slot.pinned.address
+            self._write(part, slot.array)
+            lists = slot.pinned_at
             if part.bytes > _READ_IN_PLACE:
-                self.device.copy(slot.address, lists, part.bytes, copy.lane.stream)
-                lists = slot.address
+                self.device.copy(slot.device_at, lists, part.bytes, copy.lane.stream)
+                lists = slot.device_at
             launch = Launch(source_at, destination_at, lists, len(part.runs.length), part.length, part.longest)
             self._launch(launch, copy.lane.stream, self.settings)
 
@@ -220,9 +220,23 @@ class Copier:
             slot = min(fitting, key=lambda slot: slot.bytes)
             self._slots.remove(slot)
             return slot
-        slot = _Slot(self.device, max(_SLOT_BYTES, 1 << (size - 1).bit_length()))
-        self._all_slots.append(slot)
-        return slot
+        return self._new_slot(max(_SLOT_BYTES, 1 << (size - 1).bit_length()))
+
+    def _new_slot(self, size: int) -> _Slot:
+        pinned = PinnedMemory(self.device, size)
+        self._pinned.append(pinned)
+        self._on_device.append(self.device.allocate(size))
+        return _Slot(size, pinned.array, pinned.address, self._on_device[-1])
+
+    def _short_slots(self, count: int) -> list[_Slot]:
+        """In one piece of pinned memory; the kernel reads lists of this length in place."""
+        if count == 0:
+            return []
+        size = SHORT_LIST_BYTES
+        pinned = PinnedMemory(self.device, count * size)
+        self._pinned.append(pinned)
+        starts = range(0, count * size, size)
+        return [_Slot(size, pinned.array[start : start + size], pinned.address + start) for start in starts]
 
     # ------------------------------------------------------------------------------------------------ costs
 
@@ -303,9 +317,12 @@ class Copier:
             self.device.destroy_stream(lane.stream)
         for event in self._events:
             self.device.destroy_event(event)
-        for slot in self._all_slots:
-            slot.close(self.device)
-        self._lanes, self._events, self._slots, self._all_slots = [], [], [], []
+        self._lanes, self._events, self._slots = [], [], []
+        for pinned in self._pinned:
+            pinned.close()
+        for address in self._on_device:
+            self.device.free(address)
+        self._pinned, self._on_device = [], []
 
 
 def _rows(runs: Runs, rows: NDArray[np.int64] | slice | None) -> Runs:

@@ -18,6 +18,7 @@ from slipstream.transfer.cuda.runtime import Device
 
 logger = logging.getLogger(__name__)
 
+SHORT_LIST_BYTES = 8 << 10
 BULK_BYTES = 256  # runs shorter than this go by the lanes of a warp, which move many of them at once
 
 
@@ -29,7 +30,7 @@ class CopySettings:
     bulk: how the kernel of bulk copies is cut; None for never. tile_bytes, warps: bytes that a program of the other
     kernels has under way, and its warps. streams: batches that can run at the same time. engine_preference: how many
     times longer than by the kernel a copy may take by the copy engine, which takes no multiprocessor, and still go that
-    way.
+    way. short_lists: room made beforehand for so many lists of up to SHORT_LIST_BYTES.
     """
 
     programs: int = 64
@@ -38,6 +39,7 @@ class CopySettings:
     warps: int = 16
     streams: int = 2
     engine_preference: float = 1.0
+    short_lists: int = 0
 
     def __post_init__(self) -> None:
         if self.programs < 1 or self.streams < 1 or self.warps not in (1, 2, 4, 8, 16):

@@ -1,0 +1,119 @@
+"""When to look whether copies of a GPU are done, for a mover that sleeps in between.
+
+A copy tells nobody that it is done; somebody has to look. Looking all the time takes a core and the interpreter's lock
+from the threads that serve, and sleeping takes as long as this machine needs to wake a thread. So each copy has a
+moment when it should be done, by its size, the measured rate, and how the last ones kept to that; the lookout wakes the
+mover shortly before, by as much as it is usually woken late, has it look again at once for some tens of microseconds
+around that moment, and then at growing intervals.
+
+`alarm` and `bell` are what the mover sleeps on. Whoever has the mover's turn calls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from slipstream.transfer.cuda.alarm import Alarm
+from slipstream.transfer.transports.bell import Bell
+
+_AWAKE_S = 60e-6  # around the moment when a copy is due the mover looks again at once: falling asleep costs as much
+_SOONEST_S = 20e-6  # later, between two looks
+_LATEST_S = 1e-3
+_DROWSY_S = 300e-6  # most that is allowed for waking up late
+_HOPE = 0.97  # of the expected time: looking a little early shows when a copy ends, and so when the next ones will
+_FRESH_S = 200e-6  # a copy that was seen under way so long ago at most has ended now
+_LEAST_PACE, _MOST_PACE = 0.5, 4.0
+_SOONER = 0.9  # of the time until the first look, when that found the copy done: it may have been for a while
+_ALIKE = 4.0  # copies whose sizes differ by less keep one pace
+
+
+@dataclass(slots=True, eq=False)
+class Due:
+    """A copy under way: `at` is when it should be done, the others before it considered."""
+
+    at: float
+    began: float
+    expected: float
+    alone: bool
+
+
+class Lookout:
+    """`clock` gives seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.alarm, self.bell = Alarm(), Bell()
+        self._clock = clock
+        self._lane_due = 0.0  # when the last copy under way should end
+        self._looked = 0.0  # when one was last seen to be under way
+        self._set_for = 0.0  # when the alarm is due; 0 when it is not set
+        self._drowsy = 0.0  # how late this machine wakes a thread that has slept, as seen lately
+        self._pace: dict[int, float] = {}  # of copies that had the link for themselves, by size: taken / expected
+
+    def started(self, began: float, expected: float) -> Due:
+        """A copy has been queued that should take so many seconds once those before it are done."""
+        alone = self._lane_due <= began
+        pace = self._pace.get(_class(expected), 1.0) if alone else 1.0
+        self._lane_due = max(self._lane_due, began) + _HOPE * pace * expected
+        return Due(self._lane_due, began, expected, alone)
+
+    def under_way(self) -> None:
+        """Somebody has looked, and a copy was not done."""
+        self._looked = self._clock()
+
+    def done(self, copy: Due, others: Iterable[Due]) -> None:
+        """Moves what is expected of those behind by as much as this one ended early or late, where that is known."""
+        now = self._clock()
+        shift = now - copy.at
+        if shift > 0 and now - self._looked > _FRESH_S:
+            return
+        for other in others:
+            other.at += shift
+        self._lane_due += shift
+        if copy.alone:
+            kind = _class(copy.expected)
+            known = self._pace.get(kind, 1.0)
+            taken = (now - copy.began) / copy.expected
+            if self._looked < copy.began:
+                taken *= _SOONER
+            taken = min(max(taken, _LEAST_PACE), _MOST_PACE)
+            self._pace[kind] = known + (taken - known) / 4
+
+    def woken(self) -> None:
+        """Silences what has woken the mover, and learns how late a sleeping one is woken."""
+        self.bell.hush()
+        if self._set_for:
+            self.alarm.hush()
+            late = self._clock() - self._set_for
+            if late >= 0:
+                self._drowsy += (min(late, _DROWSY_S) - self._drowsy) / 4
+            self._set_for = 0.0
+
+    def look_at(self, first: Due | None) -> None:
+        """Sets the next look: when the first copy is due, then at intervals that grow with its lateness."""
+        if first is None:
+            self._lane_due = 0.0
+            return
+        now = self._clock()
+        late = now - first.at
+        sleep = -late - _AWAKE_S / 2 - self._drowsy
+        if late > _AWAKE_S:
+            sleep = min(max(late / 4, _SOONEST_S), _LATEST_S)
+        if sleep < _SOONEST_S:
+            self.bell.ring()
+        else:
+            self.alarm.set(sleep)
+            self._set_for = now + sleep
+
+    def close(self) -> None:
+        self.alarm.close()
+        self.bell.close()
+
+
+def _class(expected: float) -> int:
+    """Sizes alike: 0 up to a microsecond, then one more each time that a copy takes _ALIKE times as long."""
+    kind, edge = 0, 1e-6
+    while expected > edge:
+        kind, edge = kind + 1, edge * _ALIKE
+    return kind
