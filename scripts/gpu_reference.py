@@ -118,28 +118,26 @@ class Engine:
     def answers(self) -> Answered:
         tokens: list[list[int]] = [[] for _ in self.asked]
         logits: list[list[torch.Tensor]] = [[] for _ in self.asked]
+        rows = list(range(len(self.asked)))
         with probed(self.runner) as seen:
-            for row, prompt in enumerate(self.asked):
-                outcome = self.runner.execute(self._plan([row], [prompt], first=True))
-                tokens[row].append(int(outcome.token_ids[0]))
-                logits[row].append(seen[-1][0].float().cpu())
-            rows = list(range(len(self.asked)))
-            for _ in range(self.answer - 1):
-                fed = [[tokens[row][-1]] for row in rows]
-                outcome = self.runner.execute(self._plan(rows, fed, done=[len(tokens[row]) - 1 for row in rows]))
-                graphs = getattr(self.runner, "_graphs", None)
-                found = (graphs.logits(len(rows)) if graphs else seen[-1]).float().cpu()
-                for row in rows:
-                    tokens[row].append(int(outcome.token_ids[row]))
-                    logits[row].append(found[row])
-                seen.clear()
-        return Answered(tokens, [torch.stack(rows) for rows in logits])
 
-    def _plan(
-        self, rows: list[int], fed: list[list[int]], *, first: bool = False, done: list[int] | None = None
-    ) -> StepPlan:
-        """`done`: how many tokens of the answers are in the pool already; `first`: whole prompts of new sequences."""
-        before = [0 if first else len(self.asked[row]) + count for row, count in zip(rows, done or rows, strict=True)]
+            def step(rows: list[int], plan: StepPlan) -> None:
+                seen.clear()
+                outcome = self.runner.execute(plan)
+                found = seen[-1] if seen else self.runner._graphs.logits(len(rows))  # the graph's own
+                for place, row in enumerate(rows):
+                    tokens[row].append(int(outcome.token_ids[place]))
+                    logits[row].append(found[place].to("cpu", torch.float32, copy=True))
+
+            for row, prompt in enumerate(self.asked):
+                step([row], self._plan([row], [prompt], first=True))
+            for done in range(self.answer - 1):
+                step(rows, self._plan(rows, [[tokens[row][-1]] for row in rows], done=done))
+        return Answered(tokens, [torch.stack(each) for each in logits])
+
+    def _plan(self, rows: list[int], fed: list[list[int]], *, first: bool = False, done: int = 0) -> StepPlan:
+        """`first`: whole prompts of new sequences; else one token each behind `done` of the answers."""
+        before = [0 if first else len(self.asked[row]) + done for row in rows]
         counts = [len(tokens) for tokens in fed]
         return StepPlan(
             step=1,
