@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import re
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.error
@@ -19,6 +19,7 @@ from typing import Any
 
 SMALL = ("--kv-tokens", "4096", "--max-model-len", "1024")
 LIMIT_S = 100.0
+NO_ANSWER = (OSError, http.client.HTTPException)  # of a server that is gone, or goes in the middle of one
 
 
 def alive(pid: int) -> bool:
@@ -37,9 +38,15 @@ def until(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> 
     return found
 
 
-def left_overs() -> set[str]:
-    """Names that a careless program would leave behind."""
-    return set(os.listdir("/dev/shm")) | {n for n in os.listdir(tempfile.gettempdir()) if "slipstream" in n}
+def unused_shared_memory() -> set[str]:
+    """Names in /dev/shm that no process has open or mapped: what a program leaves behind, and not what others use."""
+    names, used = set(os.listdir("/dev/shm")), set[str]()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            used.update(Path(os.readlink(fd)).name for fd in (process / "fd").iterdir())
+        with contextlib.suppress(OSError):
+            used.update(line.rpartition("/")[2] for line in (process / "maps").read_text().splitlines())
+    return names - used
 
 
 class Program:
@@ -69,7 +76,7 @@ class Program:
 
         return until(found, f"{pattern!r} in:\n{self.output}")
 
-    def ends(self, limit_s: float = 30.0) -> int:
+    def ends(self, limit_s: float = LIMIT_S) -> int:
         try:
             return self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -85,14 +92,14 @@ class Server:
     def get(self, path: str) -> tuple[int, Any]:
         return self._send(urllib.request.Request(self.url + path))
 
-    def post(self, path: str, body: dict[str, Any], timeout_s: float = 60.0) -> tuple[int, Any]:
+    def post(self, path: str, body: dict[str, Any], timeout_s: float = LIMIT_S) -> tuple[int, Any]:
         data = json.dumps(body).encode()
         return self._send(
             urllib.request.Request(self.url + path, data, {"content-type": "application/json"}), timeout_s
         )
 
     @staticmethod
-    def _send(request: urllib.request.Request, timeout_s: float = 30.0) -> tuple[int, Any]:
+    def _send(request: urllib.request.Request, timeout_s: float = 60.0) -> tuple[int, Any]:
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as answer:
                 return answer.status, json.loads(answer.read())
@@ -108,20 +115,27 @@ class Server:
     def ready(self) -> bool:
         try:
             return self.get("/health")[0] == 200
-        except OSError:
+        except NO_ANSWER:
             return False
 
     def pids(self) -> dict[str, int]:
         """The live workers by name."""
         try:
             return {w["name"]: w["pid"] for w in self.get("/workers")[1]["workers"] if w["state"] == "live"}
-        except OSError:
+        except NO_ANSWER:
             return {}
+
+    def pid(self, name: str) -> int:
+        """That of a worker, once it is live."""
+        return until(lambda: self.pids().get(name), f"{name} to be live")
 
 
 @contextlib.contextmanager
 def serving(*arguments: str, model: str = "smollm2") -> Iterator[tuple[Program, Server, dict[str, int]]]:
-    """A cluster that is ready, and the pids of all its processes. `arguments` come behind those of SMALL."""
+    """A cluster that is ready, and the pids of all its processes. `arguments` come behind those of SMALL.
+
+    What it has said is shown by pytest with a test that fails.
+    """
     program = Program("serve", model, "--port", "0", *SMALL, *arguments)
     try:
         url = program.says(r"is served at (http://\S+)")[1]
@@ -130,6 +144,7 @@ def serving(*arguments: str, model: str = "smollm2") -> Iterator[tuple[Program, 
         router = int(program.says(r"(?m)^router +front +(\d+)")[1])
         yield program, server, {"router": router, **server.pids()}
     finally:
+        print(program.output)
         if program.process.poll() is None:
             program.process.kill()
             program.process.wait()

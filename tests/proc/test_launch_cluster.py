@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -10,11 +11,11 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.proc.programs import LIMIT_S, SMALL, Program, Server, alive, serving, until
+from tests.proc.programs import LIMIT_S, SMALL, Program, Server, alive, serving, until, unused_shared_memory
 from tests.unit.tiny_models import tiny_model
 
 pytestmark = pytest.mark.timeout(240)
@@ -33,7 +34,21 @@ def leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     yield
     assert os.listdir(tmp_path) == []
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert unused_shared_memory() <= shared
+
+
+@pytest.fixture
+def kept_port() -> Iterator[Callable[[], int]]:
+    """Gives ports that are bound, though not listened on: a program that is told one can have it, nobody else can."""
+    with contextlib.ExitStack() as kept:
+
+        def port() -> int:
+            sock = kept.enter_context(socket.socket())
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(("127.0.0.1", 0))
+            return sock.getsockname()[1]
+
+        yield port
 
 
 def children_of(pid: int) -> set[int]:
@@ -66,7 +81,7 @@ def test_whoever_is_killed_comes_back_and_the_next_request_is_answered(tiny: str
             assert server.complete() == expected
         assert set(server.pids().values()).isdisjoint({pids["prefill-0"], pids["decode-0"]})
         for worker in server.get("/workers")[1]["workers"]:
-            with urllib.request.urlopen(worker["url"] + "/audit", timeout=10) as answer:
+            with urllib.request.urlopen(worker["url"] + "/audit", timeout=LIMIT_S) as answer:
                 assert json.loads(answer.read())["problems"] == []
         assert len(server.get("/workers")[1]["workers"]) == 2
         program.process.send_signal(signal.SIGTERM)
@@ -79,7 +94,7 @@ def test_nothing_outlives_a_supervisor_that_is_killed(tiny: str):
         assert children_of(program.process.pid) == set(pids.values())
         program.process.kill()
         program.process.wait()
-        until(lambda: not any(alive(pid) for pid in pids.values()), "the children have ended", 20.0)
+        until(lambda: not any(alive(pid) for pid in pids.values()), "the children have ended")
 
 
 def test_a_stream_under_way_is_finished_before_the_end(tiny: str):
@@ -88,7 +103,7 @@ def test_a_stream_under_way_is_finished_before_the_end(tiny: str):
         request = urllib.request.Request(
             server.url + "/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
             lines = [answer.readline()]
             program.process.send_signal(signal.SIGTERM)
             until(lambda: "ending: requests under way" in program.output, "the end has begun")
@@ -104,13 +119,13 @@ def test_ctrl_c_while_the_model_loads_ends_at_once():
     program.says("loading smollm2")
     pids = children_of(program.process.pid)
     program.process.send_signal(signal.SIGINT)
-    assert program.ends(20.0) == 0
+    assert program.ends() == 0
     assert not any(alive(pid) for pid in pids)
 
 
 def test_a_worker_that_cannot_start_ends_serve_with_its_sentence(tiny: str):
     program = Program("serve", tiny, "--port", "0", "--both", "1", "--max-model-len", "2048", "--kv-tokens", "16")
-    assert program.ends(60.0) in (1, 2)
+    assert program.ends() in (1, 2)
     last = program.output.strip().splitlines()[-1]
     assert last.startswith("error: both-0: ")
     assert "Traceback" not in program.output
@@ -191,8 +206,10 @@ def test_an_ordinary_start_and_an_ordinary_end_say_nothing_that_looks_like_troub
 
 
 @pytest.mark.parametrize("end", [("router", "p", "d"), ("d", "p", "router")])
-def test_pieces_that_start_and_end_one_by_one_say_nothing_that_looks_like_trouble(tiny: str, end: tuple[str, ...]):
-    ports = {name: free_port() for name in ("router", "p", "d")}
+def test_pieces_that_start_and_end_one_by_one_say_nothing_that_looks_like_trouble(
+    tiny: str, end: tuple[str, ...], kept_port: Callable[[], int]
+):
+    ports = {name: kept_port() for name in ("router", "p", "d")}
     p, d = (f"http://127.0.0.1:{ports[name]}" for name in ("p", "d"))
     server = Server(f"http://127.0.0.1:{ports['router']}")
     commands = {"router": ["router", "--port", str(ports["router"]), "--prefill", p, "--decode", d]}
@@ -214,13 +231,8 @@ def test_pieces_that_start_and_end_one_by_one_say_nothing_that_looks_like_troubl
     assert {name: alarms(program.output) for name, program in programs.items()} == {"router": [], "p": [], "d": []}
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
-
-
-def test_pieces_started_one_by_one_find_each_other_in_any_order(tiny: str):
-    port = free_port()
+def test_pieces_started_one_by_one_find_each_other_in_any_order(tiny: str, kept_port: Callable[[], int]):
+    port = kept_port()
     url = f"http://127.0.0.1:{port}"
     server = Server(url)
     programs = [Program("worker", tiny, "--role", "decode", "--name", "d", "--join", url, *SMALL)]

@@ -7,27 +7,30 @@ import contextlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from tests.proc.programs import Server, alive, serving, until
+from tests.proc.programs import LIMIT_S, Server, alive, serving, until
 from tests.proc.transfer_child import Node
 from tests.proc.transfer_pair import Child
 from tests.unit.tiny_models import make_plan, new_row, tiny_model
 
-from slipstream.config import EngineConfig, TransferConfig
+from slipstream import wire
+from slipstream.config import EngineConfig, TransferConfig, WorkerConfig
 from slipstream.engine.plan import StepOutcome, StepPlan, probe_plan
+from slipstream.engine.worker import Worker
 from slipstream.ranks import lead, team
 from slipstream.ranks.lead import LeadRunner
 from slipstream.ranks.team import RankLost, Team
 from slipstream.run.engine_model import OpenedModel, open_model
+from slipstream.stream import Link
 from slipstream.transfer.peer import disconnect, source_gone
 from slipstream.transfer.rank import RankHere
 from slipstream.transfer.transports.base import Exports
+from slipstream.types import Request, SamplingParams
 
 
 def followers(leader: int) -> list[int]:
@@ -61,23 +64,51 @@ def test_a_killed_rank_is_a_pause_for_requests_and_leaves_nothing_behind(model: 
         os.kill(follower, signal.SIGKILL)
         program.says(rf"rank 1 \(pid {follower}\) of this worker was ended by SIGKILL")
         assert [answer() for answer in answered] == [wanted] * 3
-        until(lambda: not alive(pids["prefill-0"]), "the worker ends with its rank", 20.0)
+        until(lambda: not alive(pids["prefill-0"]), "the worker ends with its rank")
 
         until(lambda: server.pids().get("prefill-0", pids["prefill-0"]) != pids["prefill-0"], "it is started again")
         assert complete(server, name) == wanted
-        leader = server.pids()["prefill-0"]
+        leader = server.pid("prefill-0")
         (follower,) = until(lambda: followers(leader), "its other rank")
         answered = [in_background(lambda: complete(server, name)) for _ in range(3)]
         os.kill(leader, signal.SIGKILL)
-        until(lambda: not alive(follower), "the other rank ends at once", 2.0)
+        until(lambda: not alive(follower), "the other rank ends")
         assert [answer() for answer in answered] == [wanted] * 3
         until(lambda: server.pids().get("prefill-0", leader) != leader, "it is started again")
         assert complete(server, name) == wanted
-        every = list(server.pids().values())
+        every = list(until(lambda: len(found := server.pids()) == 3 and found, "all workers are live").values())
         every += [rank for pid in every for rank in followers(pid)]
         program.process.send_signal(signal.SIGTERM)
         assert program.ends() == 0
-    until(lambda: not any(map(alive, every)), "all processes end", 10.0)
+    until(lambda: not any(map(alive, every)), "all processes end")
+
+
+async def test_a_worker_that_ends_with_its_rank_blames_no_request_for_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it said of its copies would cost the requests their second chance: the end of its link says more."""
+    engine = EngineConfig(model=str(model), dtype="float32", kv_tokens=256, threads=1, device="cpu")
+    two_ranks = msgspec.structs.replace(engine, tp=2)
+    with (
+        Worker(engine, WorkerConfig(role="decode", name="d"), TransferConfig()) as d,
+        Worker(two_ranks, WorkerConfig(role="prefill", name="p"), TransferConfig()) as p,
+    ):
+        assert p._team is not None
+        monkeypatch.setattr(p._team, "copy", lambda *_: None)  # a copy that rank 1 is never done with
+        link = await Link.connect(p.info.wire, wire.Decoder(wire.ToRouter))
+        link.send(wire.Hello(kind="router", id="r"))
+        sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+        asked = Request(id="a", prompt_ids=[5, 6, 7], sampling=sampling)
+        link.send(wire.Submit(request=asked, decode_at=d.info.wire))
+        heard: list[wire.Message | None] = []
+        async with asyncio.timeout(LIMIT_S):
+            while not any(isinstance(message, wire.StepOutput) for message in heard):
+                heard.append(await link.receive())
+            await asyncio.to_thread(until, lambda: p._copies._pending, "the copy is under way")
+            os.kill(p._team.pids[0], signal.SIGKILL)
+            while heard[-1] is not None:
+                heard.append(await link.receive())
+        assert not any(isinstance(message, wire.Failed) for message in heard), heard
 
 
 def complete(server: Server, name: str) -> str:
@@ -93,7 +124,7 @@ def in_background(work: Callable[[], str]) -> Callable[[], str]:
     thread.start()
 
     def answer() -> str:
-        thread.join(60.0)
+        thread.join(LIMIT_S)
         assert found, "no answer"
         return found[0]
 
@@ -117,14 +148,14 @@ async def test_memory_is_free_only_when_every_rank_of_a_lost_source_is_proven_go
             child.call("fill", 3)
             child.ask("write_for_ever", "D")
         for node in mine:
-            until(lambda node=node: node.read().all(), "pages arrive", 20.0)
+            until(lambda node=node: node.read().all(), "pages arrive")
         theirs[0].kill()
         theirs[1].stop()
         proof = asyncio.ensure_future(source_gone(ranks, "S"))
         if transport == "shm":  # over tcp the receiver writes itself, and cuts the connection
             assert not (await asyncio.wait([proof], timeout=0.5))[0], "a rank that is stopped may still write"
         theirs[1].kill()
-        assert await asyncio.wait_for(proof, 10.0)
+        assert await asyncio.wait_for(proof, LIMIT_S)
         for node in mine:
             node.zero()
         await asyncio.sleep(0.2)
@@ -231,7 +262,7 @@ def test_ranks_that_sample_different_tokens_are_noticed(pair: Pair, monkeypatch:
     pair.runner.execute(plan(1, [5, 6, 7]))
     with contextlib.suppress(RankLost):  # it may have been noticed already
         pair.runner.execute(plan(2, [5, 6, 7]))
-    until(lambda: pair.losses, "rank 1 objects", 10.0)
+    until(lambda: pair.losses, "rank 1 objects")
     assert pair.losses[0].message == "rank 1 has sampled other tokens than rank 0 in step 1"
     with pytest.raises(RankLost):
         pair.runner.execute(plan(3, [5, 6, 7]))
@@ -242,19 +273,17 @@ def test_a_rank_that_is_killed_frees_the_step_that_waits_for_it(pair: Pair) -> N
     (follower,) = pair.team.pids
     os.kill(follower, signal.SIGSTOP)
     threading.Timer(0.3, os.kill, (follower, signal.SIGKILL)).start()
-    began = time.monotonic()
-    with pytest.raises(Exception, match=r"is gone|was ended by SIGKILL"):
+    with pytest.raises(Exception, match=r"is gone|was ended by SIGKILL"):  # and not that it has been silent for long
         pair.runner.execute(plan(2, [5, 6, 7]))
-    until(lambda: pair.losses, "the team hears of it", 10.0)
+    until(lambda: pair.losses, "the team hears of it")
     assert "was ended by SIGKILL" in pair.losses[0].message
     assert "a worker cannot go on without it" in pair.losses[0].message
-    assert time.monotonic() - began < 20.0
 
 
 def test_a_copy_order_waits_for_its_step_and_is_answered(sound: Pair) -> None:
     sound.runner.execute(plan(8, [5, 6, 7]))
     sound.team.copy(41, "nobody/1", 7, sound.runner.collected, [3], [4])
-    until(lambda: sound.copied, "an answer", 10.0)
+    until(lambda: sound.copied, "an answer")
     assert sound.copied == [(41, 1, "there is no route to nobody/1")]
 
 

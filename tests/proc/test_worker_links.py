@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -14,12 +16,15 @@ from tests.unit.tiny_models import tiny_model
 
 from slipstream import wire
 from slipstream.config import EngineConfig, TransferConfig, WorkerConfig
+from slipstream.engine.metrics import WorkerMetrics
+from slipstream.engine.server import WorkerServer
 from slipstream.engine.worker import Worker
 from slipstream.stream import Link
 from slipstream.types import Request, SamplingParams
 
 to_router = wire.Decoder(wire.ToRouter)
 to_source = wire.Decoder(wire.FromDestination)
+PATIENCE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +47,7 @@ async def router(worker: Worker) -> AsyncIterator[Link]:
 
 async def answers(link: Link, kind: type[wire.Message]) -> Any:
     """The next message of this kind; others are passed over."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             message = await link.receive()
             assert message is not None, link.lost_because
@@ -56,18 +61,19 @@ def request(name: str, tokens: int = 4, **sampling: Any) -> Request:
 
 
 def http(worker: Worker, path: str) -> Any:
-    with urllib.request.urlopen(worker.info.http + path, timeout=10) as answer:
+    with urllib.request.urlopen(worker.info.http + path, timeout=PATIENCE_S) as answer:
         return json.loads(answer.read())
 
 
 async def pages_come_back(worker: Worker) -> None:
-    for _ in range(200):
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
         audit = await asyncio.to_thread(http, worker, "/audit")
         assert audit["problems"] == []
         if audit["free"] + audit["cached"] == audit["total"]:
             return
+        assert time.monotonic() < deadline, f"pages are still held: {audit}"
         await asyncio.sleep(0.05)
-    pytest.fail(f"pages are still held: {audit}")
 
 
 async def test_a_request_is_answered_with_numbered_tokens_and_one_finish(router: Link) -> None:
@@ -130,7 +136,7 @@ async def test_strangers_are_cut_off_and_the_worker_goes_on(worker: Worker, data
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(data)
     writer.write_eof()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         assert await reader.read() == b""
     writer.close()
     router.send(wire.Ping(n=7))
@@ -191,6 +197,15 @@ async def test_a_request_that_the_engine_cannot_take_is_answered(router: Link, m
     assert (await answers(router, wire.StepOutput)).tokens[0].request == "f"
 
 
+def test_two_threads_may_end_a_worker_at_once() -> None:
+    for _ in range(10):
+        server = WorkerServer("127.0.0.1", 0, 0, 1.0, WorkerMetrics())
+        server.start()
+        with ThreadPoolExecutor(4) as pool:
+            for ended in [pool.submit(server.stop) for _ in range(4)]:
+                ended.result()
+
+
 async def test_a_worker_that_is_told_to_stop_says_so_and_finishes_what_it_has(tmp_path) -> None:
     engine = EngineConfig(model=str(tiny_model(tmp_path, "llama")), dtype="float32", kv_tokens=1024, threads=1)
     config = WorkerConfig(role="both", name="leaving", heartbeat_s=60.0)  # no heartbeat tells it
@@ -200,9 +215,9 @@ async def test_a_worker_that_is_told_to_stop_says_so_and_finishes_what_it_has(tm
         assert isinstance(await link.receive(), wire.Welcome)
         link.send(wire.Submit(request=request("long", tokens=400)))
         await answers(link, wire.StepOutput)
-        stopping = asyncio.create_task(asyncio.to_thread(worker.stop, 30.0))
+        stopping = asyncio.create_task(asyncio.to_thread(worker.stop, PATIENCE_S))
         finish, told = None, False
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while finish is None or not told:
                 message = await link.receive()
                 assert message is not None, (finish, told)

@@ -73,6 +73,7 @@ class WorkerServer:
         self._status_timer: asyncio.TimerHandle | None = None
         self._aio = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="slipstream-io", daemon=True)
+        self._stopping = threading.Lock()
         self._post: Post | None = None
         self._publishing = False  # a publication of the load is on its way
         self._peers: Peers | None = None
@@ -117,11 +118,13 @@ class WorkerServer:
         self._post(EngineCore.drain, self._publish)
 
     def stop(self) -> None:
-        """Closes all ports and links and ends the thread. May be called twice."""
-        if self._thread.is_alive():
-            self.call(self._close()).result()
-            self._aio.call_soon_threadsafe(self._aio.stop)
-            self._thread.join()
+        """Closes all ports and links and ends the thread. May be called twice, and by two threads at once: a worker
+        that fails may be told to end just then."""
+        with self._stopping:
+            if self._thread.is_alive():
+                self.call(self._close()).result()
+                self._aio.call_soon_threadsafe(self._aio.stop)
+                self._thread.join()
         self.http_socket.close()
         self.wire_socket.close()
 

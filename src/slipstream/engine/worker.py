@@ -98,6 +98,7 @@ class Worker:
         self._ended = threading.Event()
         self._failure: BaseException | None = None
         self._failed_at = 0.0
+        self._silent = False  # the engine's word does not count any more: the ends of links say what there is to say
         self._server: WorkerServer | None = None
         self._loop: EngineLoop | None = None
         self._info: WorkerInfo | None = None
@@ -279,6 +280,7 @@ class Worker:
 
     def _ranks_gone(self, reason: str) -> None:
         """Frees whatever waits for the other ranks."""
+        self._silent = True  # a copy that fails by this is no failure of its request, which goes on elsewhere
         assert self._team is not None
         for rank in range(1, self._team.size):
             self._copies.lost(rank, reason)
@@ -383,6 +385,8 @@ class Worker:
     def _deliver(self, effects: list[Effect]) -> None:
         """With the turn at the core: copies to the mover, messages to their links, each in order."""
         assert self._server is not None
+        if self._silent:
+            return
         messages: list[Effect] = []
         for effect in effects:
             if isinstance(effect, CopyPages):
