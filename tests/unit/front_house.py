@@ -39,7 +39,7 @@ def saying(text: str, *, finish: Any = "stop", cached: int = 0) -> Any:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Waits for something that has no event of its own to wait for."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 

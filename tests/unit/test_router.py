@@ -23,7 +23,7 @@ from slipstream.errors import (
     NoWorkers,
     QueueFull,
 )
-from slipstream.router import Router, fleet
+from slipstream.router import Router, fleet, remote
 from slipstream.router.fetch import normalize
 from slipstream.router.metrics import RouterMetrics
 from slipstream.types import Tokens
@@ -168,7 +168,7 @@ async def test_a_worker_that_is_loading_is_asked_again(cluster: Cluster) -> None
     assert not router.ready
     assert router.model_card() is None
     toy.loading = False
-    assert await router.wait_ready(10)
+    assert await router.wait_ready(60)
     card = router.model_card()
     assert card is not None
     assert (card.name, card.max_model_len) == ("toy", 100_000)
@@ -206,7 +206,7 @@ async def test_a_drained_worker_finishes_what_it_has_and_leaves(cluster: Cluster
     other.release()
     assert router.remove_worker(d.url).state == "leaving"
     await cluster.send(toy_request("later")).answer()
-    assert d.drained
+    await until(lambda: d.drained)
     assert d.url in [shown.url for shown in router.workers()]
     d.release()
     assert await client.answer() == toy_answer(request)
@@ -252,7 +252,8 @@ async def test_prefill_workers_are_told_to_meet_new_decode_workers_before_any_re
     assert {(route.peer, route.transport) for route in routes} == {("decode", "fake"), ("late", "fake")}
 
 
-async def test_requests_wait_for_the_route_of_a_new_pair(cluster: Cluster) -> None:
+async def test_requests_wait_for_the_route_of_a_new_pair(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "MEET_GRACE_S", 600.0)
     p, d = await cluster.toy("prefill"), await cluster.toy("decode")
     p.reports_routes = False
     router = await cluster.router(p, d)
@@ -300,10 +301,12 @@ async def test_strict_roles_borrow_nobody(cluster: Cluster) -> None:
 
 async def test_a_role_that_nobody_has_had_yet_is_waited_for_before_it_is_borrowed(cluster: Cluster) -> None:
     p = await cluster.toy("prefill")
-    router = await cluster.router(p, worker_wait_s=0.3)
+    router = await cluster.router(p, worker_wait_s=600.0)
     assert not router.ready
-    request = toy_request("r")
-    assert await cluster.send(request).answer() == toy_answer(request)
+    client = cluster.send(request := toy_request("r"))
+    assert router.audit().stages["waiting"] == 1
+    router._fleet._patience_s = 0.0  # the wait is over
+    assert await client.answer() == toy_answer(request)
     assert router.ready
 
 
@@ -379,18 +382,18 @@ async def test_a_worker_that_the_operator_named_is_waited_for_after_its_goodbye(
     toy = await cluster.toy("both")
     router = await cluster.router()
     router.add_worker(toy.url, "both")
-    assert await router.wait_ready(10)
+    assert await router.wait_ready(60)
     await toy.leave()
     await until(lambda: not router.ready)
     assert [shown.url for shown in router.workers()] == [toy.url]
     await cluster.restart(toy)
-    assert await router.wait_ready(10)
+    assert await router.wait_ready(60)
 
 
 async def test_a_worker_that_joined_and_is_gone_without_a_word_is_forgotten_and_one_that_was_named_is_not(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet, "FORGET_S", 0.3)
+    monkeypatch.setattr(fleet, "FORGET_S", 600.0)
     guest, named, both_ways = [await cluster.toy("both", name=name) for name in ("guest", "named", "both-ways")]
     router = await cluster.router(named)
     router.add_worker(guest.url, joins=True)
@@ -398,15 +401,17 @@ async def test_a_worker_that_joined_and_is_gone_without_a_word_is_forgotten_and_
     router.add_worker(both_ways.url, joins=True)
     router.add_worker(both_ways.url)
     await cluster.met([guest, named, both_ways])
+    monkeypatch.setattr(fleet, "FORGET_S", 0.3)
     await until(lambda: len(router.workers()) == 3)  # linked ones stay, however long ago they joined
     assert view(router, guest).state == "live"
     for toy in (guest, named, both_ways):
         await toy.kill()
     await until(lambda: len(router.workers()) == 2)
     assert {shown.url for shown in router.workers()} == {named.url, both_ways.url}
+    monkeypatch.setattr(fleet, "FORGET_S", 600.0)
     await cluster.restart(guest)
     router.add_worker(guest.url, joins=True)
-    assert await router.wait_ready(10)
+    assert await router.wait_ready(60)
 
 
 @pytest.mark.parametrize(("status", "warned"), [("loading", False), ("ended", False), ("failed: no memory", True)])
@@ -438,7 +443,7 @@ async def test_a_name_that_comes_back_elsewhere_leaves_no_ghost(cluster: Cluster
     await until(lambda: not router.ready)
     second = await cluster.toy("both", name="w")
     router.add_worker(second.url)
-    assert await router.wait_ready(10)
+    assert await router.wait_ready(60)
     assert [shown.url for shown in router.workers()] == [second.url]
 
 
@@ -460,7 +465,10 @@ async def test_an_address_that_is_none_is_refused(cluster: Cluster, url: str) ->
         router.add_worker(url)
 
 
-async def test_the_reason_of_a_worker_that_rejects_the_router_is_shown(cluster: Cluster) -> None:
+async def test_the_reason_of_a_worker_that_rejects_the_router_is_shown(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "REFUSED_RETRY_S", 0.1)
     toy = await cluster.toy("both")
     toy.rejects = "protocol version differs: 1 and 2"
     router = await cluster.router()
@@ -468,7 +476,7 @@ async def test_the_reason_of_a_worker_that_rejects_the_router_is_shown(cluster: 
     await until(lambda: view(router, toy).state == "refused")
     assert "protocol version differs: 1 and 2" in view(router, toy).problem
     toy.rejects = ""
-    assert await router.wait_ready(10)
+    assert await router.wait_ready(60)
 
 
 async def test_one_process_under_two_urls_is_taken_once(cluster: Cluster) -> None:
@@ -652,7 +660,7 @@ async def test_two_routers_share_workers_without_knowing_of_each_other(cluster: 
     await second.start()
     for toy in (p, d):
         second.add_worker(toy.url)
-    assert await second.wait_ready(10)
+    assert await second.wait_ready(60)
     request = toy_request("r")
     client = cluster.send(request)
     await second.stop()

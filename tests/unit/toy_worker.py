@@ -166,7 +166,7 @@ class ToyWorker:
 
     async def reached(self, stage: str, count: int = 1) -> None:
         """Waits until `count` requests in all have come to this stage."""
-        async with asyncio.timeout(10), self._arrival:
+        async with asyncio.timeout(60), self._arrival:
             await self._arrival.wait_for(lambda: self._counts[stage] >= count)
 
     def say(self, message: wire.Message) -> None:
