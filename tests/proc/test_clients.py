@@ -80,7 +80,7 @@ def books_when_quiet(server: Server) -> list[tuple[list[str], bool]]:
         found = [Server(worker["url"]).get("/audit")[1] for worker in server.get("/workers")[1]["workers"]]
         return found if all(audit["free"] + audit["cached"] == audit["total"] for audit in found) else None
 
-    found = until(audits, "all pages free or cached", 20.0)
+    found = until(audits, "all pages free or cached")
     assert server.get("/audit")[1]["problems"] == []
     return [(audit["problems"], audit["free"] + audit["cached"] == audit["total"]) for audit in found]
 

@@ -41,7 +41,7 @@ def sound(llm: LLM) -> bool:
 
 
 def settled(llm: LLM) -> bool:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not sound(llm):
         if time.monotonic() > deadline:
             return False

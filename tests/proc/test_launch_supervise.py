@@ -29,7 +29,7 @@ class Recorder:
     def start(self, name: str, code: str):
         return self.supervisor.start(ChildSpec(name, [sys.executable, "-c", code], dict(os.environ)))
 
-    def until(self, condition: Callable[[], bool], limit_s: float = 30.0) -> None:
+    def until(self, condition: Callable[[], bool], limit_s: float = 100.0) -> None:
         deadline = time.monotonic() + limit_s
         while not condition():
             assert time.monotonic() < deadline, f"waited in vain; lines so far: {self.lines}"
@@ -114,7 +114,7 @@ def test_stop_asks_first_and_kills_what_does_not_end(recorder: Recorder):
         "deaf", "import signal, time; signal.signal(15, signal.SIG_IGN); print('hello', flush=True); time.sleep(60)"
     )
     recorder.until(lambda: len(recorder.lines) == 2)
-    recorder.supervisor.stop(["polite", "deaf"], grace_s=0.3)
+    recorder.supervisor.stop(["polite", "deaf"], grace_s=2.0)  # a busy machine takes its time even for the polite one
     assert polite.process is not None
     assert deaf.process is not None
     assert polite.process.returncode == -signal.SIGTERM
@@ -167,7 +167,7 @@ def test_a_child_ends_when_its_parent_is_killed(without: str):
         pid = int(parent.stdout.readline())
         assert alive(pid)
         parent.kill()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not alive(pid)

@@ -61,6 +61,15 @@ class Cluster:
         assert status == 200, body
         return body
 
+    def handed_over(self, name: str) -> dict[str, Any]:
+        """The timeline, once the prefill worker has heard that its part is over; the answer may be there before."""
+
+        def told() -> dict[str, Any] | None:
+            body = self.timeline(name)
+            return body if any((e["name"], e["where"]) == ("commit", "prefill-0") for e in body["events"]) else None
+
+        return until(told, "the prefill worker's commit")
+
     def workers(self) -> dict[str, str]:
         return {worker["name"]: worker["url"] for worker in self.server.get("/workers")[1]["workers"]}
 
@@ -89,7 +98,7 @@ def cluster() -> Iterator[Cluster]:
 
 def test_a_timeline_tells_every_stage_in_its_order(cluster: Cluster) -> None:
     answer = cluster.complete("first " + LONG, headers={"x-request-id": "mine/1"})
-    body = cluster.timeline(answer["id"])
+    body = cluster.handed_over(answer["id"])
     assert set(body) >= KEYS
     assert body["missing"] == []
     assert (body["state"], body["finish_reason"], body["error"]) == ("finished", "length", None)
@@ -120,7 +129,8 @@ def test_a_timeline_tells_every_stage_in_its_order(cluster: Cluster) -> None:
     copies = [e["attributes"] for e in events if e["name"] == "copy_chunk"]
     assert {copy["transport"] for copy in copies} == {"shm"}
     assert sum(copy["pages"] for copy in copies) == -(-body["prompt_tokens"] // 16)
-    assert max(e["start_s"] + e["duration_s"] for e in events) <= body["e2e_s"] + 0.05
+    before_the_end = [e for e in events if (e["name"], e["where"]) != ("commit", "prefill-0")]
+    assert max(e["start_s"] + e["duration_s"] for e in before_the_end) <= body["e2e_s"] + 0.05
     for name in ("mine%2F1", answer["id"] + "-0"):
         assert cluster.timeline(name)["id"] == answer["id"]
 
@@ -142,7 +152,7 @@ def test_choices_are_told_apart_and_the_list_has_the_newest_first(cluster: Clust
 
 def test_a_client_that_leaves_is_seen_as_cancelled_and_a_running_one_as_running(cluster: Cluster) -> None:
     host, port = cluster.server.url.removeprefix("http://").split(":")
-    body = {"prompt": "leaving " + LONG, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    body = {"prompt": "leaving " + LONG, "max_tokens": 700, "ignore_eos": True, "stream": True}
     data = json.dumps(body).encode()
     head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-id: left\r\ncontent-type: application/json\r\n"
     with socket.create_connection((host, int(port))) as connection:
@@ -186,7 +196,7 @@ def test_the_command_draws_prints_json_and_writes_a_trace(cluster: Cluster, tmp_
 
 
 def text_of(url: str) -> str:
-    with urllib.request.urlopen(url + "/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(url + "/metrics", timeout=60) as answer:
         return answer.read().decode()
 
 
@@ -377,7 +387,7 @@ def test_a_lost_worker_is_named_and_what_it_did_to_a_request_is_told(cluster: Cl
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(urllib.request.urlopen, request, timeout=100)
         until(decoding, "the request to decode")
-        os.kill(cluster.server.pids()["decode-0"], signal.SIGKILL)
+        os.kill(cluster.server.pid("decode-0"), signal.SIGKILL)
         gone = cluster.timeline(answer["id"])
         assert future.result().status == 200
     assert [gap["where"] for gap in gone["missing"]] == ["decode-0"]

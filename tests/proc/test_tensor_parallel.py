@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.proc.programs import until
 from tests.unit.tiny_models import tiny_model
 
 from slipstream import LLM
@@ -40,7 +41,16 @@ def answers(folder: Path, **asked: Any) -> tuple[list[Completion], list[Completi
     with LLM(str(folder), **{**SETTINGS, **asked}) as llm:
         first = llm.generate(batch, params, progress=False)
         second = llm.generate(batch, params, progress=False)
-        return first, second, llm.audit()
+        return first, second, until(lambda: settled(llm), "all pages are free or cached")
+
+
+def settled(llm: LLM) -> dict[str, Any] | None:
+    """The audits, once the workers have ended what they had begun: the last token is told before its step has ended."""
+    audits = llm.audit()
+    held = [
+        name for name, audit in audits.items() if audit.get("total", 0) != audit.get("free", 0) + audit.get("cached", 0)
+    ]
+    return None if held else audits
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 HERE = Path(__file__).parent
-WAIT_S = 30.0
+WAIT_S = 100.0
 
 
 class Child:
@@ -65,7 +65,7 @@ class Child:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(5)
+                self.process.wait(10)
                 return
             self.kill()
 

@@ -36,13 +36,16 @@ class _Stream:
     def __init__(self, device: QueueDevice) -> None:
         self.work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._device = device
+        self.at_work = False
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
         while (item := self.work.get()) is not None:
+            self.at_work = True
             self._device.go.wait()
             item()
+            self.at_work = False
 
 
 class QueueDevice:
@@ -75,6 +78,11 @@ class QueueDevice:
         """What the device has at an address."""
         memory: Any = (ctypes.c_uint8 * size).from_address(self._reach(address, size))
         return np.frombuffer(memory, np.uint8)
+
+    @property
+    def at_work(self) -> bool:
+        """Whether a stream has something to do that it has not done."""
+        return any(stream.at_work for stream in list(self._streams.values()))
 
     # ------------------------------------------------------------------------------------------- memory
 

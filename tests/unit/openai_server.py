@@ -90,9 +90,11 @@ class FakeServer:
     calls: list[Call] = field(default_factory=list)
     connections: int = 0
     url: str = ""
+    writers: list[asyncio.StreamWriter] = field(default_factory=list)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
+        self.writers.append(writer)
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -123,3 +125,6 @@ async def fake(answer: Answer = well, **settings: Any) -> AsyncIterator[FakeServ
         yield fake_server
     finally:
         server.close()
+        for writer in fake_server.writers:  # while there is a loop to close them
+            writer.transport.abort()
+        await asyncio.sleep(0)

@@ -67,7 +67,7 @@ def says(body: bytes, head: bytes = HEAD) -> Answer:
 
 
 def hang(connection: socket.socket, over: threading.Event) -> None:
-    over.wait(30)
+    over.wait()
 
 
 def drip_a_body(connection: socket.socket, over: threading.Event) -> None:
@@ -93,7 +93,7 @@ def test_a_server_that_never_finishes_is_left_in_time(answer: Answer) -> None:
 def test_what_was_left_ends_by_itself() -> None:
     with listening(drip_a_body) as url, pytest.raises(Unreachable):
         get(url, "/left", timeout_s=0.2)
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while any(thread.name == "GET /left" for thread in threading.enumerate()):
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -109,7 +109,7 @@ def test_an_answer_without_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> N
             connection.sendall(b" " * 65536)
 
     with listening(flood) as url, pytest.raises(Unreachable, match="more than 2 MiB"):
-        get(url, "/", timeout_s=20)
+        get(url, "/", timeout_s=60)
 
 
 def test_a_cut_answer_is_none() -> None:
@@ -118,7 +118,7 @@ def test_a_cut_answer_is_none() -> None:
         connection.sendall(HEAD + b"content-length: 100\r\n\r\nabc")
 
     with listening(cut) as url, pytest.raises(Unreachable):
-        get(url, "/", timeout_s=5)
+        get(url, "/", timeout_s=60)
 
 
 def test_garbage_does_not_reach_the_terminal() -> None:
@@ -127,7 +127,7 @@ def test_garbage_does_not_reach_the_terminal() -> None:
         connection.sendall(b"\x1b[2J\x00\xff\x07 no http\r\n" * 100)
 
     with listening(garbage) as url, pytest.raises(Unreachable) as caught:
-        get(url, "/", timeout_s=5)
+        get(url, "/", timeout_s=60)
     assert caught.value.message.isprintable()
     assert len(caught.value.message) < 300
 
@@ -141,7 +141,7 @@ def test_a_key_that_no_header_can_hold_is_refused(key: str) -> None:
 def test_a_whole_answer_is_whole() -> None:
     body = b"x" * 300_000
     with listening(says(body)) as url:
-        assert get(url, "/", "key", timeout_s=10) == (200, body)
+        assert get(url, "/", "key", timeout_s=60) == (200, body)
 
 
 # ------------------------------------------------------------------------------------------------------ who asks

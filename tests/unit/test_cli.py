@@ -17,7 +17,7 @@ def slipstream(*arguments: str, **environment: str) -> subprocess.CompletedProce
         [sys.executable, "-m", "slipstream", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         env={**os.environ, **environment},
     )
 

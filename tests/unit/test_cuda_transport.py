@@ -247,7 +247,7 @@ def page_runs(source: list[int], destination: list[int]) -> Runs:
     return Runs(*pages, np.full(len(source), PAGE, np.int64))
 
 
-def completions(rank: Rank, count: int, seconds: float = 5.0) -> list[Any]:
+def completions(rank: Rank, count: int, seconds: float = 60.0) -> list[Any]:
     """Sleeps on the transport's descriptor as the mover does, until `count` tickets have come back."""
     found: list[Any] = []
     end = time.monotonic() + seconds
@@ -424,7 +424,7 @@ def test_a_closed_remote_reports_its_tickets_after_their_copies_and_unmaps_then(
     a.device.release()
     assert completions(a, 1) == [_done(ticket, "the route was closed")]
     assert a.device.opened == set()
-    leaving.result(5)
+    leaving.result(60)
     with pytest.raises(PeerLost, match="closed"):
         a.transport.write(remote, page_runs([0], [0]))
 
@@ -442,7 +442,7 @@ def test_a_peer_that_withdraws_is_lost_after_the_copies_under_way(ranks: tuple[R
     (done,) = completions(a, 1)
     assert done.ticket == ticket
     assert "withdrawn" in done.error
-    leaving.result(5)
+    leaving.result(60)
     with pytest.raises(RouteUnavailable, match="not admitted"):
         a.transport.open(b.exports(), b.transport.export())
 
@@ -685,7 +685,7 @@ def test_an_alarm_is_readable_when_due_and_not_before():
     alarm.set(30.0)
     assert select.select([alarm], [], [], 0)[0] == []
     alarm.set(0.0)
-    assert select.select([alarm], [], [], 5)[0] == [alarm]
+    assert select.select([alarm], [], [], 60)[0] == [alarm]
     alarm.hush()
     assert select.select([alarm], [], [], 0)[0] == []
     alarm.close()
@@ -719,7 +719,7 @@ def test_a_killed_peer_is_gone_when_its_process_has_ended():
         leaving = door.cut_off("peer")
         assert not leaving.done()
         os.kill(process.pid, signal.SIGKILL)
-        leaving.result(10)
+        leaving.result(60)
         with open(f"/proc/{process.pid}/stat") as file:  # not yet reaped by us, but ended
             assert file.read().rpartition(")")[2].split()[0] == "Z"
     finally:
@@ -732,7 +732,7 @@ def test_a_living_peer_that_closed_its_connection_is_gone():
     door = ProcessDoor(b"the handle", [])
     process = _peer(door, "leave")
     try:
-        door.cut_off("peer").result(10)
+        door.cut_off("peer").result(60)
         assert process.poll() is None
     finally:
         process.kill()

@@ -36,7 +36,7 @@ def doctor(*arguments: str, wrap: tuple[str, ...] = (), **changes: Any) -> tuple
     environment = {name: value for name, value in os.environ.items() if name not in PROXIES}
     environment |= changes.pop("environment", {})
     command = [*wrap, sys.executable, "-m", "slipstream", "doctor", "--json", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, **changes)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, **changes)
     assert done.stdout, done.stderr
     return done.returncode, {result["id"]: result for result in json.loads(done.stdout)["results"]}
 
@@ -63,7 +63,7 @@ def test_it_loads_no_torch_and_no_transformers():
     program = "import sys\nfrom slipstream.doctor import case, live, run, show\n"
     program += "run.diagnose(case.make(live.system(), case.Wish()), run.select((), False))\n"
     program += "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'huggingface_hub')))"
-    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], timeout=100).returncode == 0
 
 
 def test_a_proxy_is_named_with_the_line_that_helps():
@@ -317,7 +317,7 @@ def test_slow_calls_are_left_behind():
     import time
 
     assert live.within(0.05, lambda: time.sleep(5) or 1, 7) == 7
-    assert live.within(5.0, lambda: 3, 7) == 3
+    assert live.within(60.0, lambda: 3, 7) == 3
 
 
 def test_the_live_view_sees_this_process(tmp_path: Path):

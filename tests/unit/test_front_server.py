@@ -21,17 +21,26 @@ from slipstream.listen import listen
 
 PROGRAM = """
 import asyncio, sys
-from slipstream.config import FrontConfig
-from slipstream.front.app import create_app
+from slipstream.config import FrontConfig, ObserveConfig
+from slipstream.front.app import FrontApp
 from tests.unit.scripted import ScriptedRouter, byte_tokenizer
 from slipstream.front.server import serve
 from slipstream.listen import listen
 from slipstream.front.service import TokenizerService
 
+ending = asyncio.Event()
+
+class App(FrontApp):
+    def drain(self):
+        super().drain()
+        ending.set()
+
 async def script(stage):
-    for byte in b"0123456789":
-        stage.say([byte])
+    stage.say(b"0")
+    await ending.wait()
+    for byte in b"123456789":
         await asyncio.sleep(0.05)
+        stage.say([byte])
     stage.say([], finish="length")
 
 async def main():
@@ -39,7 +48,7 @@ async def main():
     sock = listen(config.host, 0)
     sock.listen()
     print(sock.getsockname()[1], flush=True)
-    app = create_app(ScriptedRouter(script), TokenizerService(tokenizer=byte_tokenizer()), config)
+    app = App(ScriptedRouter(script), TokenizerService(tokenizer=byte_tokenizer()), config, ObserveConfig())
     await serve(app, config, sock, drain_s=float(sys.argv[1]))
     print("ended in order", flush=True)
 
@@ -78,6 +87,7 @@ async def test_a_signal_lets_streams_finish_within_the_bound_and_the_process_end
     finally:
         if process.returncode is None:
             process.kill()
+            await process.wait()
     assert ("[DONE]" in rest) == whole
     assert ('"error"' in rest) != whole
     assert ('"text":"9"' in rest) == whole
@@ -102,13 +112,14 @@ async def test_while_it_drains_a_front_refuses_new_requests_and_finishes_the_old
     stream = await h.stream("/v1/chat/completions", {"messages": MESSAGES})
     await stream.head()
     stop.set()
-    await asyncio.sleep(0.1)
-    assert (await h.request("GET", "/health"))[0] == 503
+    async with asyncio.timeout(60):
+        while (await h.request("GET", "/health"))[0] != 503:
+            pass
     assert (await h.post("/v1/completions", {"prompt": "x"}))[0] == 503
     go.set()
     assert (await stream.body()).endswith(b"data: [DONE]\n\n")
     stream.close()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await task
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from tests.unit.front_house import EOS, MESSAGES, House, house, saying, until
+from tests.unit.front_house import EOS, MESSAGES, House, decoded, house, saying, until
 from tests.unit.scripted import Stage
 
 from slipstream.errors import EngineFailure, WorkerLost
@@ -186,33 +186,58 @@ async def test_a_failing_choice_ends_the_whole_stream() -> None:
 
 
 async def test_a_silent_engine_s_stream_is_kept_alive_by_comments() -> None:
+    heard = asyncio.Event()
+
     async def script(stage: Stage) -> None:
-        await asyncio.sleep(0.3)
+        await heard.wait()
         stage.say([ord("a")])
-        await asyncio.sleep(0.3)
+        heard.clear()
+        await heard.wait()
         stage.say([EOS], finish="stop", stop_token=EOS)
 
     async with house(script) as h:
-        h.app.generator.keep_alive_s = 0.1
-        events = await h.events("/v1/chat/completions", CHAT)
+        h.app.generator.keep_alive_s = 0.05
+        wire = await h.stream("/v1/chat/completions", CHAT)
+        await wire.head()
+        assert await wire.chunk() == b": keep-alive\n\n"
+        heard.set()
+        while b'"content":"a"' not in (chunk := await wire.chunk()):
+            assert chunk == b": keep-alive\n\n" or b'"role":"assistant"' in chunk
+        assert await wire.chunk() == b": keep-alive\n\n"
+        heard.set()
+        assert (await wire.body()).endswith(b"data: [DONE]\n\n")
+        wire.close()
+
+
+async def test_the_official_client_reads_a_stream_with_signs_of_life() -> None:
+    async def script(stage: Stage) -> None:
+        await asyncio.sleep(0.1)
+        stage.say([ord("a")])
+        await asyncio.sleep(0.1)
+        stage.say([EOS], finish="stop", stop_token=EOS)
+
+    async with house(script) as h:
+        h.app.generator.keep_alive_s = 0.01
         stream = await h.client.chat.completions.create(model="scripted", messages=MESSAGES, stream=True)
         assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "a"
-    first = next(at for at, event in enumerate(events) if isinstance(event, dict))
-    assert set(events[:first]) == {": keep-alive"}
-    assert ": keep-alive" in events[first + 1 :]
-    assert events[-1] == "[DONE]"
 
 
 async def test_a_failure_after_a_sign_of_life_is_an_error_event() -> None:
+    heard = asyncio.Event()
+
     async def script(stage: Stage) -> None:
-        await asyncio.sleep(0.2)
+        await heard.wait()
         stage.fail(EngineFailure("too late for a status"))
 
     async with house(script) as h:
         h.app.generator.keep_alive_s = 0.05
-        events = await h.events("/v1/chat/completions", CHAT)
-    assert events[0] == ": keep-alive"
-    assert events[-1]["error"]["message"] == "too late for a status"
+        wire = await h.stream("/v1/chat/completions", CHAT)
+        await wire.head()
+        assert await wire.chunk() == b": keep-alive\n\n"
+        heard.set()
+        last = (await wire.body()).decode().strip().split("\n\n")[-1]
+        assert decoded(last)["error"]["message"] == "too late for a status"
+        wire.close()
 
 
 # --------------------------------------------------------------------------------------------------------- slow clients

@@ -18,7 +18,7 @@ from slipstream.engine.loop import EngineLoop
 from slipstream.engine.plan import StepOutcome, StepPlan
 from slipstream.types import Request
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class PoisonedRunner:

@@ -23,7 +23,7 @@ from slipstream.transfer.transports.gate import Landing
 from slipstream.transfer.transports.package import Engine, PackageTransport
 
 LAYOUT = KVLayout(page_tokens=4, layers=3, kv_heads=2, head_dim=32, dtype="float32", total_kv_heads=2)
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class MoveLanding:
@@ -47,12 +47,14 @@ class MoveEngine:
     def __init__(self, address: int) -> None:
         self._address = address
         self.held, self.hang, self.fail = threading.Event(), threading.Event(), ""
+        self.started = threading.Event()
         self.given_up = 0
 
     def reach(self, description: bytes, exports: Exports) -> int:
         return int.from_bytes(description, "little")
 
     def start(self, there: int, runs: Runs) -> Runs:
+        self.started.set()
         while self.hang.is_set():
             time.sleep(0.01)
         return runs
@@ -172,7 +174,7 @@ def test_cut_off_is_done_when_the_source_has_left(make: Callable[[], Side]) -> N
     join(source, destination)
     source.transport.engine.held.set()
     source.agent.submit(CopyJob("D", 1, [1], [2]))
-    time.sleep(0.1)
+    assert source.transport.engine.started.wait(WAIT_S)
     assert destination.agent.source_gone("S")  # after the second that the copy is given to end
     assert source.transport.engine.given_up == 1
     assert not MoveLanding.open_ones
@@ -187,7 +189,7 @@ def test_a_call_that_hangs_is_left_behind_and_the_memory_stays_taken(
     join(source, destination)
     source.transport.engine.hang.set()
     source.agent.submit(CopyJob("D", 1, [1], [2]))
-    time.sleep(0.1)
+    assert source.transport.engine.started.wait(WAIT_S)
     gone = threading.Thread(target=destination.agent.source_gone, args=("S",))
     gone.start()
     assert "has cut this worker off" in (source.done.get(timeout=WAIT_S)[1] or "")
@@ -217,6 +219,6 @@ def test_a_destination_that_closes_fails_what_is_under_way(make: Callable[[], Si
     join(source, destination)
     source.transport.engine.held.set()
     source.agent.submit(CopyJob("D", 1, [1], [2]))
-    time.sleep(0.05)
+    assert source.transport.engine.started.wait(WAIT_S)
     destination.agent.close()
     assert "has ended" in (source.done.get(timeout=WAIT_S)[1] or "")

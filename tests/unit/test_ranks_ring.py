@@ -108,7 +108,7 @@ def test_orders_come_in_order_whatever_their_size_and_the_readers_pace() -> None
     def read(number: int) -> None:
         reader, pace = reader_of(writer, number), np.random.default_rng(number)
         for _ in orders:
-            order = reader.get(30.0)
+            order = reader.get(60.0)
             assert order is not None
             got[number].append(order)
             if pace.random() < 0.02 * number:
@@ -134,7 +134,7 @@ from slipstream.ranks.ring import RingReader
 fd, bell, count = map(int, sys.argv[1:])
 reader = RingReader((fd, bell), 0, 1)
 for _ in range(count):
-    sys.stdout.buffer.write(reader.get(20.0))
+    sys.stdout.buffer.write(reader.get(60.0))
 sys.stdout.flush()
 """
 
@@ -146,7 +146,7 @@ def test_orders_cross_a_process_border() -> None:
     orders = [bytes([number]) * (number * 37) for number in range(50)]
     for order in orders:
         writer.put([order])
-    assert child.communicate(timeout=30)[0] == b"".join(orders)
+    assert child.communicate(timeout=60)[0] == b"".join(orders)
     writer.close()
 
 

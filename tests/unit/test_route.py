@@ -33,7 +33,7 @@ from slipstream.transfer.transports.shm import ShmRemote, ShmTransport
 from slipstream.transfer.transports.tcp import TcpTransport
 
 LAYOUT = KVLayout(page_tokens=4, layers=3, kv_heads=2, head_dim=32, dtype="float32", total_kv_heads=2)
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 def exports(
@@ -226,13 +226,14 @@ class Side:
 @asynccontextmanager
 async def joined(source: Side, destination: Side, name: str = "S") -> AsyncIterator[Link]:
     """A link from source to destination whose other end serves preflights, as a worker does."""
-    served = asyncio.Event()
+    begun, served = asyncio.Event(), asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = Link(reader, writer, wire.Decoder(wire.ToWorker), "source")
         probes = DestinationProbes(link, [destination.rank], name)
         await probes.begin([source.agent.exports()])
         destination.probes = probes
+        begun.set()
         while (message := await link.receive()) is not None:
             assert await probes.handle(message)
         await probes.close()
@@ -241,7 +242,7 @@ async def joined(source: Side, destination: Side, name: str = "S") -> AsyncItera
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     link = await Link.connect(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", wire.Decoder(wire.FromDestination))
-    await asyncio.sleep(0.02)
+    await asyncio.wait_for(begun.wait(), WAIT_S)
     try:
         yield link
     finally:

@@ -206,12 +206,12 @@ def test_cutting_a_source_off_in_the_middle_fails_its_jobs_and_ends_its_writes(m
     join(source, destination)
     source.fill(1)
     order = np.random.default_rng(1).permutation(512)
-    for xfer in range(40):
+    for xfer in range(200):  # more than can be done before the main thread goes on
         source.agent.submit(CopyJob("D", xfer, order, order))
     source.done.get(timeout=WAIT_S)
     assert destination.agent.source_gone("S")
     destination.pages[:] = 0  # the destination uses its memory again, at once
-    errors = source.outcomes(39)
+    errors = source.outcomes(199)
     assert any(errors.values())
     assert not destination.pages.any()
 
@@ -236,11 +236,11 @@ def test_closing_the_destination_fails_jobs_in_flight(make: Make, transport: str
     source, destination = make(transport, pages=512, layout=layout), make("auto", pages=512, layout=layout)
     join(source, destination)
     order = np.random.default_rng(1).permutation(512)
-    for xfer in range(40):
+    for xfer in range(200):
         source.agent.submit(CopyJob("D", xfer, order, order))
     source.done.get(timeout=WAIT_S)
     destination.agent.close()
-    assert any(source.outcomes(39).values())
+    assert any(source.outcomes(199).values())
 
 
 @pytest.mark.parametrize("transport", REAL)

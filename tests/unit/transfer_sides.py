@@ -12,7 +12,7 @@ from slipstream.transfer.agent import CopyJob, TransferAgent
 from slipstream.transfer.job import Route
 from slipstream.transfer.transports.base import Exports
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 Outcomes = queue.Queue[tuple[CopyJob, str | None]]
 
 
