@@ -138,7 +138,7 @@ class Driver:
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", MARK: f"{os.getpid()}-{section.name}"}
         if self.arguments.device != "cpu" and len(self._cards) > len(cards):
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, cards))
-        command = section.command(folder, limit, self.arguments.device)
+        command = section.command(folder, limit, self.arguments.device, self.arguments.serve)
         self.output.say(f"== {section.name}: begins, at most {limit:.0f} s, {self.left_s:.0f} s left, cards {cards}")
         process = subprocess.Popen(
             [sys.executable, *command],
@@ -241,6 +241,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("gpu-all"))
     parser.add_argument("--skip", default="", help="sections that are left out, separated by commas")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--serve", default="", help="further flags of `serve` in the serving sections, in one string")
     parser.add_argument("--list", action="store_true", help="say what there is and what it takes")
     parser.add_argument("--loud", action="store_true", help="show all that sections print")
     arguments = parser.parse_args()

@@ -61,10 +61,12 @@ class Section:
                 return f"the package {need.replace('|', ' or ')} is not there"
         return ""
 
-    def command(self, folder: Path, limit: float, device: str) -> list[str]:
-        given = self.cpu if device == "cpu" else self.run
-        values = {"{out}": str(folder), "{limit}": f"{limit - 5:.0f}"}
-        return [values.get(part, part) for part in given]
+    def command(self, folder: Path, limit: float, device: str, serve: str = "") -> list[str]:
+        """`serve`: further flags of servers."""
+        given = list(self.cpu if device == "cpu" else self.run)
+        for name, value in (("{out}", str(folder)), ("{limit}", f"{limit - 5:.0f}"), ("{serve}", serve)):
+            given = [part.replace(name, value) for part in given]
+        return given
 
 
 def transfer(name: str, what: str, seconds: float, step: str, *more: str, cpu: tuple[str, ...] = (), **rest) -> Section:
@@ -73,7 +75,7 @@ def transfer(name: str, what: str, seconds: float, step: str, *more: str, cpu: t
 
 
 def serving(name: str, what: str, seconds: float, only: str) -> Section:
-    common = (SERVING, "--out", "{out}", "--budget", "{limit}")
+    common = (SERVING, "--out", "{out}", "--budget", "{limit}", "--apart={serve}", "--both={serve}")
     run = (*common, "--only", only, "--seconds", "12", "--seeds", "2")
     cpu = (*common, "--tiny", "--only", only.replace("1.5b", "tiny").replace("8b", "tiny"), "--seconds", "3")
     return Section(name, what, 2, "measures", seconds, run, (*cpu, "--seeds", "1"), useful=90)
@@ -131,7 +133,7 @@ SECTIONS = (
     Section(
         "exposure-chunks", "8B: exposure with chunks of 1,024 tokens, copied behind the next one", 2, "measures", 40,
         (SERVING, "--out", "{out}", "--budget", "{limit}", "--only", "8b/apart/exposure",
-         "--apart=--chunk-tokens 1024"),
+         "--apart=--chunk-tokens 1024 {serve}"),
     ),
     transfer("machine", "topo --routes and doctor --active", 40, "machine"),
     Section(

@@ -50,7 +50,7 @@ def run(scripts: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[
         driver_module: ModuleType = scripts.gpu_all
         out, work = tmp_path / "out", tmp_path / "work"
         out.mkdir(exist_ok=True)
-        arguments = argparse.Namespace(budget=budget, kind=kind, device="cuda", out=out, loud=False)
+        arguments = argparse.Namespace(budget=budget, kind=kind, device="cuda", out=out, loud=False, serve="")
         driver = driver_module.Driver(arguments, driver_module.Output(out), work)
         made = [
             scripts.gpu_sections.Section(name, "", cards, "measures", seconds, ("-c", code, "{out}"))
