@@ -224,6 +224,26 @@ LINES = {
         "error: the package 'nixl' is not installed; install it with: pip install 'slipstream[nixl]'",
     ],
     "engine-failed": ["10:00:00.000 error engine.loop: the engine failed; this worker ends"],
+    "worker-hung": [
+        "10:00:00.000 error engine.guard: this worker hangs: decode step 7 (3 sequences, 3 tokens) has not ended for "
+        "121 s (--step-timeout-s 120).",
+        "10:00:01.000 warning launch.supervise: p (pid 7) ended with exit code 71: it hung, and says above where",
+        "decode-0 (pid 8) was ended by SIGALRM: it hung in native code that kept its interpreter",
+    ],
+    "rank-silent": [
+        "this worker hangs: rank 1 (pid 7, stopped by a signal) has not shown a sign of life for 121 s",
+        "slipstream.run.parallel.OutOfStep: another rank of this worker has been silent for 60 s",
+        "RingBroken: rank 1 of this worker has taken no orders for 60 s",
+    ],
+    "worker-silent": [
+        "10:00:00.000 warning router.fleet: decode-0 lost: it has answered none of 30 heartbeats (worker_silence_s)",
+        "decode-0 (pid 7) has answered nothing for 60 s (worker_silence_s, twice); it is asked where its threads are",
+    ],
+    "copy-stuck": [
+        "decode worker lost: a copy to decode-0 (http://127.0.0.1:7) has not ended for 120 s (--step-timeout-s)",
+        "a copy over the routes 8a/1 runs on 5 s after their link has ended; its pages stay taken, its request",
+        "this worker hangs: a copy over the routes 8a/1 of a lost peer runs on for 121 s",
+    ],
     "keeps-ending": ["error: decode-0 ended 5 times in a row soon after its start; the last time it exited with 1"],
 }
 

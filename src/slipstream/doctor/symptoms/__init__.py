@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.doctor.symptoms import gpu, machine, network, rdma, transfer
+from slipstream.doctor.symptoms import gpu, hangs, machine, network, rdma, transfer
 from slipstream.doctor.symptoms.symptom import Symptom
 
 CATALOGUE: tuple[Symptom, ...] = (
@@ -11,4 +11,5 @@ CATALOGUE: tuple[Symptom, ...] = (
     *gpu.SYMPTOMS,
     *transfer.SYMPTOMS,
     *network.SYMPTOMS,
+    *hangs.SYMPTOMS,
 )

@@ -235,7 +235,7 @@ SYMPTOMS = (
         cause="its process ended or its machine cannot be reached; requests go on elsewhere where that is possible",
         remedies=("see why it ended: its own last lines, and those of its supervisor",),
         checks="cluster.workers",
-        effect_of=("killed-for-memory", "native-crash", "engine-failed", "gpu-lost"),
+        effect_of=("killed-for-memory", "native-crash", "engine-failed", "gpu-lost", "worker-hung", "worker-silent"),
         notice=True,
     ),
     symptom(
