@@ -26,7 +26,7 @@ from urllib.parse import quote
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.browser.chromium import Browser, Page, browser, installed
+from tests.browser.chromium import Browser, Page, installed
 from tests.proc.programs import Program, Server, serving
 from tests.unit.front_house import house, saying
 from tests.unit.scripted import ScriptedRouter
@@ -46,6 +46,9 @@ FIGURES = """[document.documentElement.dataset.snapshot,
     .map((e) => ({...e.dataset, text: e.textContent}))]"""
 BARE = """[...document.querySelectorAll('main .value, main .figure')].filter((e) => /[0-9]/.test(e.textContent)
   && !e.dataset.metric && !e.dataset.sumOf).map((e) => e.outerHTML)"""
+
+NAMELESS = """[...document.querySelectorAll('main [data-metric]')].filter((e) => e.dataset.metric
+  && !e.closest('svg') && !e.title.includes(e.dataset.metric)).map((e) => e.outerHTML)"""
 
 
 class Cluster:
@@ -174,12 +177,6 @@ def check(figure: dict[str, str], value: float | None) -> None:
 
 
 @pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with browser() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tiny_model(tmp_path_factory.mktemp("models") / "smollm2", tokenizer=True)
     with serving(model=str(folder)) as (program, server, pids):
@@ -248,6 +245,7 @@ def test_every_number_is_that_of_metrics_at_that_moment_under_load_and_after_it(
                     assert low <= float(figure["value"]) <= high
             assert len({figure["metric"] for figure in figures}) >= 12
             assert page.run(BARE) == []
+            assert page.run(NAMELESS) == []
     snapshot, figures = settled(cluster, page, lambda figures: value_of(figures, "slipstream_requests_in_flight") == 0)
     page.until(f"document.documentElement.dataset.snapshot > {snapshot} + 1")
     snapshot, figures = page.run(FIGURES)
@@ -314,8 +312,9 @@ def test_all_of_it_is_reached_with_the_keyboard_and_the_focus_is_seen(cluster: C
     assert [place for place in dict.fromkeys(places) if place in order] == order
     assert [tag for _, tag in stops].count("A") == 7
 
-    page.press("3")
-    assert page.run("document.activeElement.id") == "workers"
+    for key, section in zip("124563", ("machine", "routes", "latency", "requests", "health", "workers"), strict=True):
+        page.press(key)
+        assert page.run("document.activeElement.id") == section
     page.press("Tab")
     page.press("ArrowDown")
     assert page.run("document.activeElement === document.querySelector('#workers-rows').children[1]")

@@ -25,6 +25,29 @@ def test_links_between_documents_lead_somewhere(document: Path):
     assert missing == []
 
 
+def test_every_document_stands_in_the_readme_s_table():
+    table = (ROOT / "README.md").read_text().partition("## Documents")[2]
+    linked = set(re.findall(r"^\| \[[^]]+\]\(([^)#]+)\)", table, re.M))
+    documents = {str(path.relative_to(ROOT)) for path in DOCUMENTS} - {"README.md", "CHANGELOG.md"}
+    assert linked == documents
+
+
+def test_every_folder_of_tests_is_named_to_contributors():
+    named = set(re.findall(r"^\| `tests/(\w+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.M))
+    folders = {path.parent.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").glob("*/test_*.py")}
+    assert named == folders
+
+
+def test_every_page_that_is_made_from_code_is_written_by_make_docs():
+    recipe = (ROOT / "Makefile").read_text().partition("\ndocs:")[2].partition("\n\n")[0]
+    said = next(line for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines() if line.startswith("make docs"))
+    pages = [str(path.relative_to(ROOT)) for path in DOCUMENTS if "<!-- Made from " in path.read_text()]
+    assert pages
+    for page in pages:
+        assert f"> {page}" in recipe
+        assert page in said
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_flags_in_slipstream_commands_of_documents_exist(document: Path):
     known = {setting.flag for setting in settings.SETTINGS} | {"--help", "--version", "--config"}

@@ -25,9 +25,10 @@ function make(key, title) {
   part.frame.addEventListener("pointerleave", () => point(part, null));
   part.frame.addEventListener("blur", () => point(part, null));
   part.frame.addEventListener("keydown", (event) => {
-    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (!step || !points.length) return;
-    part.at = Math.min(Math.max((part.at ?? points.length) + step, 0), points.length - 1);
+    const from = part.at ?? points.length;
+    const to = { ArrowLeft: from - 1, ArrowRight: from + 1, Home: 0, End: points.length - 1 }[event.key];
+    if (to === undefined || !points.length) return;
+    part.at = Math.min(Math.max(to, 0), points.length - 1);
     draw(part);
     event.preventDefault();
   });
