@@ -19,7 +19,7 @@ import msgspec
 
 from slipstream.types import Request, Role, Tokens
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_FRAME = 256 << 20
 BlockKey = bytes
 
@@ -130,7 +130,7 @@ class Meet(Message):
 
 
 class Ping(Message):
-    """Answered by Pong with the same number; the heartbeat of links between machines."""
+    """Answered by Pong with the same number: who asks, a router or a source, knows that the other side gets on."""
 
     n: int
 

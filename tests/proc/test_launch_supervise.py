@@ -13,7 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.launch.supervise import ChildSpec, GaveUp, RestartPolicy, State, Supervisor
+from slipstream.launch.supervise import (
+    LONGEST_LOOK_S,
+    ChildSpec,
+    GaveUp,
+    RestartPolicy,
+    Silences,
+    State,
+    Supervisor,
+)
 
 FAST = RestartPolicy(max_failures=3, quick_s=30.0, first_s=0.01, longest_s=0.05)
 LONG_LIVED = "import time; print('hello', flush=True); time.sleep(60)"
@@ -106,6 +114,66 @@ def test_a_child_that_has_served_is_started_again_for_ever(recorder: Recorder):
     child.up = True
     recorder.until(lambda: child.starts > 2 * FAST.max_failures)
     assert child.failures > FAST.max_failures
+
+
+SHOWS_ITS_STACKS = """
+import faulthandler, signal, time
+faulthandler.register(signal.SIGUSR1)
+def where_it_hangs():
+    print("there", flush=True)
+    time.sleep(60)
+where_it_hangs()
+"""
+
+
+def test_a_child_that_hangs_shows_where_and_is_killed_and_started_again(
+    recorder: Recorder, caplog: pytest.LogCaptureFixture
+):
+    child = recorder.start("a", SHOWS_ITS_STACKS)
+    recorder.until(lambda: ("a", "there") in recorder.lines)
+    child.up, before = True, child.pid
+    recorder.supervisor.end("a", "has answered nothing for 60 s")
+    recorder.until(lambda: child.running and child.pid != before)
+    assert not alive(before)
+    assert any("in where_it_hangs" in text for _, text in recorder.lines)
+    assert f"a (pid {before}) was killed because it has answered nothing for 60 s; starting it again" in caplog.text
+    assert "out of memory" not in caplog.text
+
+
+def test_a_stopped_child_is_killed_with_what_it_has_started(recorder: Recorder):
+    child = recorder.start(
+        "a",
+        "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)",
+    )
+    recorder.until(lambda: bool(recorder.lines))
+    grandchild = int(recorder.lines[0][1])
+    os.kill(child.pid, signal.SIGSTOP)
+    before = child.pid
+    recorder.supervisor.end("a", "has answered nothing for 60 s")
+    recorder.until(lambda: child.pid != before and not alive(before) and not alive(grandchild))
+
+
+def test_a_worker_that_says_that_it_hung_is_started_again_and_the_exit_code_explained(
+    recorder: Recorder, caplog: pytest.LogCaptureFixture
+):
+    child = recorder.start("a", "import os; os._exit(71)")
+    recorder.until(lambda: child.starts > 1)
+    assert "ended with exit code 71: it hung, and says above where; starting it again" in caplog.text
+
+
+def test_silence_is_counted_by_looks_so_that_being_held_up_oneself_is_nobodys(monkeypatch: pytest.MonkeyPatch):
+    now = [100.0]
+    monkeypatch.setattr("slipstream.launch.supervise.time.monotonic", lambda: now[0])
+    silences, who = Silences(), ("a", 7)
+    assert silences.look({who}) == {who: 0.0}
+    now[0] += 4.0
+    assert silences.look({who}) == {who: 4.0}
+    now[0] += 3600.0
+    assert silences.look({who}) == {who: 4.0 + LONGEST_LOOK_S}
+    assert silences.look(set()) == {}
+    now[0] += 4.0
+    assert silences.look({who}) == {who: 0.0}, "one that has answered meanwhile begins anew"
+    assert silences.look({("a", 8)}) == {("a", 8): 0.0}, "as does its successor"
 
 
 def test_stop_asks_first_and_kills_what_does_not_end(recorder: Recorder):

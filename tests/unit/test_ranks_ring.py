@@ -191,3 +191,26 @@ def test_a_damaged_frame_is_an_error() -> None:
             reader.get(0.0)
         del data
         writer.close()
+
+
+def test_a_reader_notes_how_far_it_is_and_that_it_lives() -> None:
+    writer = RingWriter(2)
+    try:
+        readers = [
+            RingReader(tuple(map(os.dup, writer.fds(reader))), reader, 2)  # pyright: ignore[reportArgumentType]
+            for reader in range(2)
+        ]
+        assert writer.notes(0) == writer.notes(1) == (0, 0, 0)
+        readers[1].begin(7)
+        assert writer.notes(1) == (7, 0, 0)
+        readers[1].end(7)
+        readers[1].beat()
+        readers[1].beat()
+        writer.put([b"an order"])
+        assert readers[1].get() == b"an order"
+        assert writer.notes(1) == (7, 7, 2)
+        assert writer.notes(0) == (0, 0, 0)
+        for reader in readers:
+            reader.close()
+    finally:
+        writer.close()
