@@ -1,10 +1,8 @@
 """Moves runs over several TCP streams a peer; works between any two machines.
 
-A ticket is cut into pieces. Each stream has a thread that takes the next piece of that peer, whichever ticket it
-belongs to, and sends it from the pool's memory in one system call; the receiver (`tcp_receiver.py`) reads it straight
-into its pool and answers. A ticket is done when all its pieces are answered, which is when all its bytes are in place.
-A GPU's pool is not reached by sockets: there each sending thread brings its piece to pinned slots, and sends one while
-the next ones are being filled; the receiver does the reverse (`transfer.staging`).
+A ticket is cut into pieces, which go over whatever stream is free (`tcp_sender.py`); the receiver (`tcp_receiver.py`)
+reads each straight into its pool and answers. A ticket is done when all its pieces are answered, which is when all its
+bytes are in place.
 
 When one stream breaks, the remote is broken: no further piece is sent, the other streams are half-closed, and the
 tickets fail when every stream has reached its end. The receiver ends a stream only when it has stopped writing, so
@@ -17,22 +15,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import queue
 import select
 import socket
 import threading
-from collections import deque
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
 import msgspec
-import numpy as np
 
-from slipstream.errors import PeerLost, RouteUnavailable, TransferError
-from slipstream.transfer.copies import check_bounds, split
+from slipstream.errors import PeerLost, RouteUnavailable
+from slipstream.transfer.copies import check_bounds
 from slipstream.transfer.cuda.copier import Copier
 from slipstream.transfer.cuda.runtime import Device
-from slipstream.transfer.staging import Staging, StagingMaker
+from slipstream.transfer.staging import StagingMaker
 from slipstream.transfer.transports.base import Completion, Context, Exports, Runs
 from slipstream.transfer.transports.bell import Bell
 from slipstream.transfer.transports.cuda_ipc import event_handle
@@ -40,17 +35,12 @@ from slipstream.transfer.transports.tcp_frames import (
     ANSWER,
     GREETING,
     MAGIC,
-    MAX_RUNS,
-    PIECE,
     receive_exactly,
-    send_vectors,
     tune,
 )
-from slipstream.transfer.transports.tcp_receiver import STAGING_SLOT_BYTES, STAGING_SLOTS, Receiver
+from slipstream.transfer.transports.tcp_receiver import Receiver
+from slipstream.transfer.transports.tcp_sender import Stream, TcpRemote, Ticket
 
-LEAST_PIECE = 256 << 10
-LARGEST_PIECE = 4 << 20
-LARGEST_STAGED = 32 << 20  # what a thread brings out of a GPU and sends in one go, in pieces of a slot
 CONNECT_S = 2.0
 ABANDON_S = 1.0
 
@@ -63,78 +53,22 @@ class Listening(msgspec.Struct, frozen=True):
     token: bytes
 
 
-class _Ticket:
-    """`left` bytes of it are not answered. `after`, behind whose `event` the source is ready, is kept alive with it."""
-
-    def __init__(self, number: int, left: int, after: Any, event: int | None) -> None:
-        self.number, self.left, self.after, self.event = number, left, after, event
-
-
-class _Stream:
-    """One connection and its sending thread. `sending` and `unanswered` are guarded by the remote's lock."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self.sending = False
-        self.ended = False
-        self.unanswered: deque[tuple[int, int, _Ticket]] = deque()  # sequence number, bytes, ticket
-        self.inbox = b""
-
-    def finish(self) -> None:
-        """No more from our side; the other side answers with the end of the stream when it has stopped writing."""
-        with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_WR)
-
-
-class TcpRemote:
-    """A peer's pool behind its streams. `broken` says why nothing more is sent, once that is so."""
-
-    def __init__(self, size: int, label: str, streams: list[_Stream]) -> None:
-        self.bytes = size
-        self.label = label
-        self.streams = streams
-        self.broken = ""
-        self.lock = threading.Lock()
-        self.pieces: queue.SimpleQueue[tuple[_Ticket, Runs] | None] = queue.SimpleQueue()
-        self.tickets: dict[int, _Ticket] = {}
-        self.abandon: threading.Timer | None = None
-        self.abandoned = False
-
-    def stop(self, reason: str) -> None:
-        """Sends no more; the tickets fail later, when all streams have ended."""
-        with self.lock:
-            if self.broken:
-                return
-            self.broken = reason
-        for stream in self.streams:
-            self.pieces.put(None)
-            stream.finish()
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing of this remote is in flight in either direction."""
-        with self.lock:
-            return bool(self.broken) and all(s.ended and not s.sending for s in self.streams)
-
-
 class TcpTransport:
     """TCP between pools of any kind. Raises RouteUnavailable when this rank cannot listen or stage its memory."""
 
     name: ClassVar[str] = "tcp"
     open_blocks: ClassVar[bool] = True
+    inline_bytes: ClassVar[int] = 1 << 20  # longer writes take time to cut
 
     def __init__(self, context: Context, device: Device | None = None, copiers: Any = Copier) -> None:
-        array = context.region.array
-        self._memory = array.data.cast("B") if array is not None else None
         self._region = context.region
         self._maker = StagingMaker(context.region, device, copiers)
         self._agent = context.agent
         self._streams = context.config.tcp_streams
         self._host = context.host
         self._numbers = itertools.count(1)
-        self._sequence = itertools.count(1)
         self._remotes: list[TcpRemote] = []
-        self._by_fd: dict[int, tuple[TcpRemote, _Stream]] = {}
+        self._by_fd: dict[int, tuple[TcpRemote, Stream]] = {}
         self._threads: list[threading.Thread] = []
         try:
             self._receiver = Receiver(self._maker, context.host, context.config.tcp_port)
@@ -164,21 +98,19 @@ class TcpTransport:
 
     def open(self, exports: Exports, detail: bytes) -> TcpRemote:
         peer = msgspec.msgpack.decode(detail, type=Listening)
-        streams: list[_Stream] = []
+        socks: list[socket.socket] = []
         try:
-            for _ in range(self._streams):
-                streams.append(_Stream(connect(peer, self._agent)))
+            for _ in range(TcpRemote.connections(self._streams, self._region.array is not None)):
+                socks.append(connect(peer, self._agent))
         except BaseException:
-            for stream in streams:
-                stream.sock.close()
+            for sock in socks:
+                sock.close()
             raise
-        remote = TcpRemote(exports.bytes, f"{peer.host}:{peer.port}", streams)
+        remote = TcpRemote(exports.bytes, f"{peer.host}:{peer.port}", socks, self._maker, self._bell)
         self._remotes.append(remote)
-        for stream in streams:
+        self._threads = [other for other in self._threads if other.is_alive()] + remote.start()
+        for stream in remote.streams:
             self._by_fd[stream.sock.fileno()] = (remote, stream)
-            thread = threading.Thread(target=self._send, args=(remote, stream), name="slipstream-tcp-out", daemon=True)
-            thread.start()
-            self._threads = [other for other in self._threads if other.is_alive()] + [thread]
             self._epoll.register(stream.sock, select.EPOLLIN | select.EPOLLRDHUP)
         return remote
 
@@ -189,16 +121,8 @@ class TcpTransport:
         if remote.broken:
             raise PeerLost(remote.broken)
         check_bounds(runs, self._region.bytes, remote.bytes)
-        total = runs.total
-        share = max(-(-total // len(remote.streams)), LEAST_PIECE)
-        if self._memory is None:
-            pieces = split(runs, min(share, LARGEST_STAGED), len(runs.length))
-        else:
-            pieces = split(runs, min(share, LARGEST_PIECE), MAX_RUNS)
-        ticket = _Ticket(next(self._numbers), total, after, event_handle(after))
-        remote.tickets[ticket.number] = ticket
-        for piece in pieces:
-            remote.pieces.put((ticket, piece))
+        ticket = Ticket(next(self._numbers), runs.total, after, event_handle(after))
+        remote.write(ticket, runs)
         return ticket.number
 
     def poll(self) -> list[Completion]:
@@ -238,60 +162,9 @@ class TcpTransport:
         self._epoll.close()
         self._bell.close()
 
-    # ------------------------------------------------------------------------------------------- sending threads
-
-    def _send(self, remote: TcpRemote, stream: _Stream) -> None:
-        staging: Staging | None = None
-        try:
-            if self._memory is None:
-                staging = self._maker.staging(STAGING_SLOTS, STAGING_SLOT_BYTES)
-            while (item := remote.pieces.get()) is not None:
-                with remote.lock:
-                    if remote.broken:
-                        return
-                    stream.sending = True
-                if staging is None:
-                    self._send_in_place(remote, stream, *item)
-                else:
-                    self._send_staged(remote, stream, staging, *item)
-                stream.sending = False
-        except OSError as error:
-            remote.stop(f"sending to {remote.label} failed: {error.strerror or error}")
-        except (TransferError, ValueError) as error:
-            remote.stop(f"the GPU's memory cannot be sent: {error}")
-        finally:
-            if staging is not None:
-                staging.close()
-            stream.sending = False
-            if remote.broken:
-                self._bell.ring()
-
-    def _send_in_place(self, remote: TcpRemote, stream: _Stream, ticket: _Ticket, piece: Runs) -> None:
-        memory = self._memory
-        assert memory is not None
-        columns = zip(piece.source.tolist(), piece.length.tolist(), strict=True)
-        self._send_piece(remote, stream, ticket, piece, [memory[at : at + size] for at, size in columns])
-
-    def _send_staged(self, remote: TcpRemote, stream: _Stream, staging: Staging, ticket: _Ticket, runs: Runs) -> None:
-        with contextlib.closing(staging.out(runs, ticket.event, MAX_RUNS)) as pieces:
-            for piece, packed in pieces:
-                if remote.broken:
-                    return
-                self._send_piece(remote, stream, ticket, piece, [packed.data.cast("B")])
-
-    def _send_piece(
-        self, remote: TcpRemote, stream: _Stream, ticket: _Ticket, piece: Runs, vectors: list[memoryview]
-    ) -> None:
-        sequence, total = next(self._sequence), piece.total
-        with remote.lock:
-            stream.unanswered.append((sequence, total, ticket))
-        table = np.stack((piece.destination, piece.length), axis=1)
-        head = PIECE.pack(sequence, len(piece.length), total) + table.tobytes()
-        send_vectors(stream.sock, [memoryview(head), *vectors])
-
     # ------------------------------------------------------------------------------------------- the mover
 
-    def _hear(self, remote: TcpRemote, stream: _Stream, done: list[Completion]) -> None:
+    def _hear(self, remote: TcpRemote, stream: Stream, done: list[Completion]) -> None:
         try:
             data = stream.sock.recv(64 << 10, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -311,7 +184,7 @@ class TcpTransport:
             stream.inbox = stream.inbox[ANSWER.size + size :]
             self._answered(remote, stream, sequence, text, done)
 
-    def _answered(self, remote: TcpRemote, stream: _Stream, sequence: int, text: str, done: list[Completion]) -> None:
+    def _answered(self, remote: TcpRemote, stream: Stream, sequence: int, text: str, done: list[Completion]) -> None:
         with remote.lock:
             expected, size, ticket = stream.unanswered[0] if stream.unanswered else (0, 0, None)
             if sequence == expected and not text:
@@ -323,7 +196,7 @@ class TcpTransport:
         if ticket.left == 0 and remote.tickets.pop(ticket.number, None) is not None:
             done.append(Completion(ticket.number))
 
-    def _ended(self, remote: TcpRemote, stream: _Stream) -> None:
+    def _ended(self, remote: TcpRemote, stream: Stream) -> None:
         if not stream.ended:
             stream.ended = True
             del self._by_fd[stream.sock.fileno()]

@@ -57,7 +57,7 @@ def receive_vectors(sock: socket.socket, vectors: Sequence[memoryview]) -> bool:
         count = sock.recvmsg_into(left, 0, socket.MSG_WAITALL)[0]
         if count == 0:
             return False
-        left = _behind(left, count)
+        left = behind(left, count)
     return True
 
 
@@ -65,10 +65,11 @@ def send_vectors(sock: socket.socket, vectors: Sequence[memoryview]) -> None:
     """Sends all buffers. Raises OSError."""
     left = list(vectors)
     while left:
-        left = _behind(left, sock.sendmsg(left))
+        left = behind(left, sock.sendmsg(left))
 
 
-def _behind(vectors: list[memoryview], count: int) -> list[memoryview]:
+def behind(vectors: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of them behind the first `count` bytes."""
     for index, vector in enumerate(vectors):
         if count < len(vector):
             return [vector[count:], *vectors[index + 1 :]]
