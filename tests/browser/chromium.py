@@ -31,7 +31,7 @@ FLAGS = (
     "--hide-scrollbars",
     "--remote-debugging-pipe",
 )
-ANSWER_S = 20.0
+ANSWER_S = 60.0
 
 
 def installed() -> str | None:
@@ -163,7 +163,7 @@ class Page:
             raise RuntimeError(details.get("exception", {}).get("description") or details["text"])
         return told["result"].get("value")
 
-    def until(self, expression: str, limit_s: float = 20.0) -> None:
+    def until(self, expression: str, limit_s: float = 60.0) -> None:
         """Waits until an expression is true."""
         deadline = time.monotonic() + limit_s
         while not self.run(f"!!({expression})"):
@@ -206,7 +206,7 @@ def browser() -> Iterator[Browser]:
         running.close()
 
 
-def retried(look: Callable[[], Any], limit_s: float = 10.0) -> Any:
+def retried(look: Callable[[], Any], limit_s: float = 60.0) -> Any:
     """The first result without an AssertionError; the last error when that takes too long."""
     deadline = time.monotonic() + limit_s
     while True:
