@@ -371,6 +371,26 @@ def test_a_request_that_is_wrong_is_a_span_with_its_error(cluster: Cluster) -> N
 # ------------------------------------------------------------------------------------------------------------- losses
 
 
+def test_a_stopped_worker_is_named_with_the_requests_whose_part_is_missing(cluster: Cluster) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: cluster.complete(f"{number} stopped", 3), range(12)))
+    pid = cluster.server.pids()["decode-0"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        found = cluster.server.get("/v1/requests?limit=1000&events=true")[1]["data"]
+        drawn = run_timeline(cluster, "--last", "1000")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    concerned = [one for one in found if one["decode_worker"] == "decode-0"]
+    assert len(concerned) >= 12
+    reason = "the worker did not answer within 2 s"
+    assert all(one["missing"] == [{"where": "decode-0", "reason": reason}] for one in concerned)
+    handed_over = [one for one in concerned if one["prefill_worker"] == "prefill-0"]  # it may have helped with others
+    assert handed_over
+    assert all(any(event["where"] == "prefill-0" for event in one["events"]) for one in handed_over)
+    assert f"decode-0: its part of {len(concerned)} of {len(found)} requests is missing: {reason}" in drawn
+
+
 def test_a_lost_worker_is_named_and_what_it_did_to_a_request_is_told(cluster: Cluster) -> None:
     """The last test of the module: the decode worker is another process behind it."""
     answer = cluster.complete("before " + LONG, 6)
