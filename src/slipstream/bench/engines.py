@@ -194,6 +194,20 @@ class RawCopy:
             self._cuda.close()
 
 
+class PageMoves(RawCopy):
+    """A memmove a page, inside one process: the bound of whatever copies scattered pages of the host's memory once."""
+
+    def plan(self, direction: Direction, page: int, mine: Pages, theirs: Pages) -> Any:
+        here = mine * page + self._pool.region.address
+        there = theirs * page + int(self._other.ctypes.data)
+        to, origin = (there, here) if direction == "push" else (here, there)
+        return [(destination, source, page) for destination, source in zip(to.tolist(), origin.tolist(), strict=True)]
+
+    def start(self, batch: Any) -> None:
+        for one in batch:
+            move(*one)
+
+
 class NixlEngine:
     """The nixl package with its UCX back-end, prepared descriptor lists and indices."""
 
@@ -353,6 +367,7 @@ _NIXL_GPU = {"NIXL_UCX_SGL_ENABLE": "0", "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
 
 ENGINES: dict[str, EngineKind] = {
     "raw": EngineKind("raw", ("cpu", "cuda")),
+    "memmove": EngineKind("memmove", ("cpu",)),
     "cuda_ipc": EngineKind("slipstream", ("cuda",)),
     "shm": EngineKind("slipstream", ("cpu", "cuda")),
     "tcp": EngineKind("slipstream", ("cpu", "cuda")),
@@ -377,4 +392,5 @@ def make_engine(name: str, pool: BenchPool, config: TransferConfig) -> Any:
     driver = ENGINES[name].driver
     if driver == "slipstream":
         return SlipstreamEngine(ENGINES[name].transport or name, pool, config)
-    return {"raw": RawCopy, "nixl": NixlEngine, "mooncake": MooncakeEngine}[driver](pool, config)
+    drivers = {"raw": RawCopy, "memmove": PageMoves, "nixl": NixlEngine, "mooncake": MooncakeEngine}
+    return drivers[driver](pool, config)

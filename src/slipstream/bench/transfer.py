@@ -212,7 +212,7 @@ def _measure(pair: list[Child], name: str, case: Case, direction: str, options: 
     answer = source.ask("run", options.limit_s, direction=direction, mine=1, theirs=2, seconds=options.case_s, **batch)
     others = target.ask("cpu", options.limit_s)["cpu"] - before
     here, there = (2, 1) if direction == "push" else (1, 2)
-    if name != "raw" or options.memory[0] != "cpu":  # there the raw copy stays inside one process
+    if name not in ("raw", "memmove") or options.memory[0] != "cpu":  # there these stay inside one process
         row.problem = taker.ask("check", options.limit_s, here=here, there=there, seed=seed, **batch)["wrong"]
         row.verified = not row.problem
     answer["cpu_s_per_gb"] += others / (answer.pop("moved") / 1e9)

@@ -23,7 +23,7 @@ from slipstream.errors import ConfigError, SlipstreamError
 BLOCK_APART = 4  # the block's place: this many times the largest page
 TICKS = 6
 RAW = "raw"
-UNCHECKED = (RAW,)  # engines whose contents nobody checks
+UNCHECKED = (RAW, "memmove")  # engines whose contents nobody checks
 
 
 def plot_transfer(report: TransferReport, path: Path) -> None:
