@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import sys
 from array import array
@@ -506,22 +507,63 @@ async def in_thread(*arguments: str) -> Result:
 async def test_a_load_from_the_command_line_is_shown_and_kept_and_compared(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     async with fake() as server:
-        for name in ("a", "b"):
+        for name, url in {"a": ["--url", server.url], "b": [server.url.removeprefix("http://")]}.items():
             ran = await in_thread(
-                "--url", server.url, "--rate", "100,200", "--requests", "10", "--warmup", "2", "--input", "4-8",
+                *url, "--rate", "100,200", "--requests", "10", "--warmup", "2", "--input", "4-8",
                 "--output", "2-4", "--slo", "ttft=5s,tpot=1s", "--label", name,
                 "--json", str(tmp_path / f"{name}.json"),
             )  # fmt: skip
             assert ran.exit_code == 0, ran.output
             assert "10 of 10 whole" in ran.output
             assert "goodput" in ran.output
+            assert re.search(r"asked +. +sent/s +. +done/s", ran.output)
+            assert re.search(r"100/s asked, [\d.]+/s sent: 10 of 10 whole", ran.output)
     written = msgspec.json.decode((tmp_path / "a.json").read_bytes(), type=ServeReport)
+    assert [row.rate for row in written.rates] == [100, 200]
+    assert all(10 / row.window_s == pytest.approx(row.sent_per_s) for row in written.rates)
     assert [row.ok for row in written.rates] == [10, 10]
     assert len(written.requests) == 20
     both = called(str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--plot", str(tmp_path / "curves.svg"))
     assert both.exit_code == 0, both.output
     drawn = (tmp_path / "curves.svg").read_text()
-    assert all(f"<!-- {words} -->" in drawn for words in ("a", "b", "requests/s offered"))
+    assert all(f"<!-- {words} -->" in drawn for words in ("a", "b", "requests/s asked"))
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+async def test_no_figure_of_the_table_is_cut_off_on_a_narrow_terminal(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    async with fake() as server:
+        ran = await in_thread(
+            server.url, "--rate", "100,200,300", "--requests", "10", "--warmup", "0", "--input", "4", "--slo", "ttft=5s"
+        )
+    drawn = [line for line in ran.output.splitlines() if line.startswith(("│", "┃"))]
+    assert max(map(len, drawn)) <= width
+    assert "…" not in "".join(drawn)
+    words = " ".join("".join(drawn).replace("│", " ").replace("┃", " ").split())
+    for heading in ("asked", "sent/s", "done/s", "TTFT", "ITL", "TPOT", "E2E", "goodput", "failed"):
+        assert heading in words
+    assert len([line for line in drawn if "300/s" in line]) == (1 if width == 200 else 2)
+
+
+async def test_of_a_trace_the_speed_was_asked_and_the_rate_is_what_was_sent(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    trace, results, curves = (tmp_path / name for name in ("t.jsonl", "r.json", "c.svg"))
+    lines = ({"timestamp": 100 * at, "input_length": 4, "output_length": 2} for at in range(12))
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    async with fake() as server:
+        ran = await in_thread(
+            server.url, "--workload", str(trace), "--speed", "2,4", "--warmup", "0", "--json", str(results),
+            "--plot", str(curves),
+        )  # fmt: skip
+    assert ran.exit_code == 0, ran.output
+    written = msgspec.json.decode(results.read_bytes(), type=ServeReport)
+    assert [row.rate for row in written.rates] == [2, 4]
+    assert {row.rate for row in written.requests} == {2, 4}
+    assert [row.sent_per_s for row in written.rates] == pytest.approx([20, 40], rel=0.2)
+    assert re.search(r"(?m)^2 x asked, [\d.]+/s sent: 12 of 12 whole", ran.output)
+    assert "<!-- requests/s sent -->" in curves.read_text()
 
 
 async def test_what_was_measured_before_an_interruption_is_kept(tmp_path: Path) -> None:
@@ -577,7 +619,10 @@ async def test_a_server_that_fails_every_request_fails_the_command() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "--url is missing"),
+        ((), "which server? Give its address, as in: slipstream bench serve http://127.0.0.1:8000"),
+        (("http://a", "--url", "http://b"), "one server to load; http://a and http://b"),
+        (("http://a", "b:80"), "one server to load"),
+        (("http://a", "x.json"), "either a server to load (http://a), or files of earlier results to compare (x.json)"),
         (("--url", "x y://"), "is no address"),
         (("--url", "http://h", "--rate", "fast"), "--rate 'fast'"),
         (("--url", "http://h", "--workload", "sonnets"), "neither one of random, chat"),
@@ -588,7 +633,7 @@ async def test_a_server_that_fails_every_request_fails_the_command() -> None:
         (("--url", "http://h", "--warmup", "-1"), "--warmup is -1"),
         (("--url", "http://h", "--plot", "x.gif"), "cannot draw"),
         (("missing.json",), "cannot read missing.json"),
-        (("missing.json", "--url", "http://h"), "either --url"),
+        (("missing.json", "--url", "http://h"), "either a server"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_sent(arguments: tuple[str, ...], said: str) -> None:
