@@ -51,6 +51,7 @@ class Scripted:
 
     name: ClassVar[str] = "scripted"
     open_blocks: ClassVar[bool] = True
+    copies_in_poll: ClassVar[bool] = True
 
     def __init__(self, inline: int = 1 << 62) -> None:
         self.inline_bytes = inline
@@ -214,6 +215,17 @@ def test_a_short_job_begins_and_ends_on_the_thread_that_submits_it(make: Make) -
     me = threading.get_ident()
     assert [thread for _, thread in source.transport.started] == [me] * 5
     assert source.outcomes == [(number, None, me) for number in range(5)]
+
+
+def test_a_transport_that_moves_bytes_by_itself_is_not_asked_at_once(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Scripted, "copies_in_poll", False)
+    source = make()
+    source.submit(1)
+    assert source.reported(1) == {1: None}
+    (_, starter), (_, _, reporter) = source.transport.started[0], source.outcomes[0]
+    assert starter == threading.get_ident() != reporter
 
 
 def test_long_jobs_large_ones_and_those_behind_many_are_begun_by_the_mover(make: Make) -> None:

@@ -34,6 +34,7 @@ from slipstream.transfer.transports.base import (
     Region,
     Runs,
     Transport,
+    copies_in_poll,
     inline_bytes,
 )
 from slipstream.transfer.transports.local import Neighbourhood
@@ -148,7 +149,7 @@ class TransferAgent:
         if any(size > inline_bytes(self._transports[route.transport]) for route in routes):
             return False
         self._begin(job)
-        if under_way == 0:
+        if under_way == 0 and any(copies_in_poll(self._transports[route.transport]) for route in routes):
             self._mover.collect_written()
         return True
 

@@ -80,14 +80,12 @@ def runs_of(job: CopyJob, route: Route, layout: KVLayout, pages: int) -> Runs:
 
     Raises ValueError on pages that do not exist.
     """
-    for side, named, have in (
-        ("source", job.source_pages, pages),
-        ("destination", job.destination_pages, route.exports.pages),
-    ):
-        highest = int(np.max(named, initial=-1))
+    sources, destinations = np.asarray(job.source_pages, np.int64), np.asarray(job.destination_pages, np.int64)
+    for side, named, have in (("source", sources, pages), ("destination", destinations, route.exports.pages)):
+        highest = int(named.max(initial=-1))
         if highest >= have:
             raise ValueError(f"{side} page {highest} does not exist; the pool has {have} pages")
-    parts = [page_runs(layout, route.layout, m.heads, job.source_pages, job.destination_pages) for m in route.moves]
+    parts = [page_runs(layout, route.layout, move.heads, sources, destinations) for move in route.moves]
     if len(parts) == 1:
         return parts[0]
     return Runs(

@@ -132,6 +132,12 @@ def inline_bytes(transport: Transport) -> int:
     return int(getattr(transport, "inline_bytes", 0))
 
 
+def copies_in_poll(transport: Transport) -> bool:
+    """Whether `poll` is what moves the bytes, so that who has started a short write had better call it too. A class
+    says so in `copies_in_poll`; by default they move by themselves, and asking at once is too early."""
+    return bool(getattr(transport, "copies_in_poll", False))
+
+
 class Transport(Protocol):
     """One way to move bytes. Raises RouteUnavailable from `open` with the reason when it cannot serve the pair.
 

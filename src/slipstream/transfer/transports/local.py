@@ -103,6 +103,7 @@ class LocalTransport:
     name: ClassVar[str] = "local"
     open_blocks: ClassVar[bool] = False
     inline_bytes: ClassVar[int] = 1 << 20
+    copies_in_poll: ClassVar[bool] = True
 
     def __init__(self, context: Context) -> None:
         if context.neighbours is None:

@@ -140,6 +140,7 @@ class ShmTransport:
     name: ClassVar[str] = "shm"
     open_blocks: ClassVar[bool] = True
     inline_bytes: ClassVar[int] = 1 << 20
+    copies_in_poll: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -207,6 +207,7 @@ class TcpRemote:
         with self.lock:
             sequence = next(self._sequence)
             stream.unanswered.append((sequence, total, ticket))
-        table = np.stack((piece.destination, piece.length), axis=1)
+        table = np.empty((len(piece.length), 2), np.int64)
+        table[:, 0], table[:, 1] = piece.destination, piece.length
         head = PIECE.pack(sequence, len(piece.length), total) + table.tobytes()
         return [memoryview(head), *places]
