@@ -314,7 +314,7 @@ def _refuse(sock: socket.socket, sequence: int, reason: str) -> NoReturn:
 def _problem(runs: np.ndarray, total: int, size: int) -> str:
     if len(runs) == 1:  # a short write alone: some tens of microseconds are much of its time
         offset, length = runs[0].tolist()
-        if 0 <= offset and 0 < length <= size - offset and length == total:
+        if offset >= 0 and 0 < length <= size - offset and length == total:
             return ""
     offsets, lengths = runs[:, 0], runs[:, 1]
     bad = np.flatnonzero((offsets < 0) | (lengths <= 0) | (lengths > size - offsets))
