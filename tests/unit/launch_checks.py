@@ -64,10 +64,12 @@ def parameter_sizes(ptx: str, name: str) -> list[int]:
 
 @dataclass
 class Recorder:
-    """Triton's driver on a libcuda that records. `found` has the launches since it was cleared."""
+    """Triton's driver on a libcuda that records. `found` has the launches since it was cleared, `loaded` the files of
+    each kernel that was loaded, by their endings."""
 
     folder: Path
     found: list[Launch] = field(default_factory=list)
+    loaded: list[dict[str, Path]] = field(default_factory=list)
     capability: tuple[int, int] = (9, 0)
 
     def __post_init__(self) -> None:
@@ -101,8 +103,9 @@ class Recorder:
         ops_module.current_stream = lambda device: STREAM
 
     def _loaded(self, module: Any, function: int, name: str, group: dict[str, str], hash: str) -> None:
-        ptx = next(Path(path).read_text() for file, path in group.items() if file.endswith(".ptx"))
-        self._names[function] = f"{name} {hash[:8]}", parameter_sizes(ptx, name)
+        files = {Path(file).suffix: Path(path) for file, path in group.items()}
+        self.loaded.append(files)
+        self._names[function] = f"{name} {hash[:8]}", parameter_sizes(files[".ptx"].read_text(), name)
 
     def _launched(self, config: Any, function: int, parameters: Any) -> None:
         given = config.contents

@@ -62,6 +62,7 @@ def test_what_triton_compiles_differently_is_told_apart():
     assert len(known) > 30
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", CASES)
 def test_a_kept_launch_gives_the_driver_what_a_plain_one_gives_it(case: str, tmp_path: Path):
     if shutil.which("gcc") is None or not Path(sysconfig.get_paths()["include"], "Python.h").exists():

@@ -19,6 +19,7 @@ for case in CASES:
 """
 
 
+@pytest.mark.timeout(300)
 def test_no_kernel_is_compiled_when_a_step_needs_it():
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", CHECK], env=environment, capture_output=True, text=True)
