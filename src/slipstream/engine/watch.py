@@ -13,7 +13,8 @@ A step may take `limit_s`, and beside that ten times what its work would take at
 
 The watch's thread needs the interpreter. Native code that never gives it back stops this thread too; then `Alarm` ends
 the process. It is a timer of the kernel that each look puts off. When nobody does, the signal's handler, which is
-native as well, prints where all threads are, and the signal ends the process.
+native as well, prints where all threads are, and the signal ends the process. This timer does count while the process
+is stopped: one that was for longer than the alarm allows ends when it goes on.
 """
 
 from __future__ import annotations
