@@ -28,7 +28,7 @@ from slipstream.transfer.transports.bell import Bell
 from slipstream.transfer.transports.tcp_frames import MAX_RUNS, PIECE, behind, send_vectors
 from slipstream.transfer.transports.tcp_receiver import STAGING_SLOT_BYTES, STAGING_SLOTS
 
-EXPRESS_BYTES = 128 << 10  # what the smallest socket buffer takes in one go
+EXPRESS_BYTES = 512 << 10  # about what a socket takes in one go, in a tenth of a millisecond (docs/transfer.md)
 LEAST_PIECE = 256 << 10
 LARGEST_PIECE = 4 << 20
 LARGEST_STAGED = 32 << 20  # what a thread brings out of a GPU and sends in one go, in pieces of a slot
