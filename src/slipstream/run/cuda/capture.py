@@ -20,10 +20,12 @@ def captured(compute: Callable[[], object], pool: Any) -> Callable[[], None]:
     refuses them to every thread of the process, and the refused call fails *and* spoils the capture; but other threads
     have their own business then: the mover and the IO thread of another worker in this process query events, register
     and map memory and load copy kernels, NCCL's proxies allocate. `thread_local` refuses to this thread alone, where
-    a refusal is a fault of ours, and lets them be. `relaxed` would hide such faults. The three things that spoil a
-    capture from another thread in any mode do not happen: nobody works on the captured stream but this thread, all
-    streams here are created non-blocking, so that work on the legacy default stream has no order to it, and nobody
-    synchronizes the whole device but when a worker closes its memory.
+    a refusal is a fault of ours, and lets them be. `relaxed` would hide such faults.
+
+    Three things spoil a capture from another thread in any mode. Nobody works on the captured stream but this thread.
+    All streams here are created non-blocking, so that work on the legacy default stream has no order to it. And nobody
+    waits for the whole device but who frees memory (`torch.cuda.empty_cache` of a dry run, the end of a pool): two
+    runners of one device are made one after the other.
     """
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")

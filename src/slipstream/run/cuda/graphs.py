@@ -90,13 +90,13 @@ class DecodeGraphs:
         stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
         self._inputs.columns.lengths.fill_(1)
         self._inputs.columns.width_at.fill_(1)
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
         for size in reversed(self.sizes):
             with torch.cuda.stream(stream):
                 self._compute(size)
                 stream.synchronize()
                 self._replay[size] = captured(partial(self._compute, size), pool)
-        torch.cuda.synchronize(device)
+        stream.synchronize()
         logger.info(
             "decode graphs for %d batch sizes up to %d: %.1f s, %.0f MiB",
             len(self.sizes),

@@ -107,7 +107,7 @@ class PieceGraphs:
     def _capture(self) -> None:
         """On the current stream, which may not be the device's default."""
         started, device, layers = time.perf_counter(), self._model.device, len(self._model.layers)
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
         free = torch.cuda.mem_get_info(device)[0]
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.sizes):
@@ -116,7 +116,7 @@ class PieceGraphs:
             torch.cuda.current_stream(device).synchronize()
             numbers = range(layers + 1)
             self._replay[size] = [captured(partial(self._compute, number, size), pool) for number in numbers]
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
         self.capture_s = time.perf_counter() - started
         self.taken_bytes = free - torch.cuda.mem_get_info(device)[0]
         logger.info(
