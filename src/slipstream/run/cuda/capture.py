@@ -24,8 +24,8 @@ def captured(compute: Callable[[], object], pool: Any) -> Callable[[], None]:
 
     Three things spoil a capture from another thread in any mode. Nobody works on the captured stream but this thread.
     All streams here are created non-blocking, so that work on the legacy default stream has no order to it. And nobody
-    waits for the whole device but who frees memory (`torch.cuda.empty_cache` of a dry run, the end of a pool): two
-    runners of one device are made one after the other.
+    waits for the whole device but who makes a runner, and who frees memory (`torch.cuda.empty_cache` of a dry run, the
+    end of a pool): two runners of one device are made one after the other.
     """
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")

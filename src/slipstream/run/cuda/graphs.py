@@ -90,7 +90,7 @@ class DecodeGraphs:
         stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
         self._inputs.columns.lengths.fill_(1)
         self._inputs.columns.width_at.fill_(1)
-        torch.cuda.current_stream(device).synchronize()
+        torch.cuda.synchronize(device)  # weights have come on another stream
         for size in reversed(self.sizes):
             with torch.cuda.stream(stream):
                 self._compute(size)

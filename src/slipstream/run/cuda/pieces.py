@@ -107,7 +107,7 @@ class PieceGraphs:
     def _capture(self) -> None:
         """On the current stream, which may not be the device's default."""
         started, device, layers = time.perf_counter(), self._model.device, len(self._model.layers)
-        torch.cuda.current_stream(device).synchronize()
+        torch.cuda.synchronize(device)
         free = torch.cuda.mem_get_info(device)[0]
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.sizes):
