@@ -94,11 +94,11 @@ def main() -> int:
 
 def run_step(step: str, arguments: argparse.Namespace, left: float) -> int:
     """Each step in a process of its own, so that a lost context ends that step alone."""
-    bench = [sys.executable, "-m", "slipstream.bench.transfer", "--budget", f"{left - 5:.0f}"]
+    bench = [sys.executable, "-m", "slipstream", "bench", "transfer", "--budget", f"{left - 5:.0f}"]
     kept = ["--logs", str(arguments.out), "--json", str(arguments.out / f"{step}.json")]
     kept += ["--memory", arguments.memory] if arguments.memory else []
     bench += kept
-    handoff = [sys.executable, "-m", "slipstream.bench.handoff", *kept]
+    handoff = [sys.executable, "-m", "slipstream", "bench", "handoff", *kept]
     interference = [sys.executable, "scripts/gpu_interference.py", "--out", str(arguments.out)]
     commands = {
         "tests": [

@@ -10,6 +10,7 @@ import pytest
 from slipstream.bench.handoff import ACTS, PARTS, BenchFailed, Event, HandoffRow, line, measure, parse_cases, run
 from slipstream.bench.handoff_worker import HandoffOptions
 from slipstream.config import TransferConfig
+from slipstream.errors import ConfigError
 
 OPTIONS = HandoffOptions(tokens=4096, layers=2, kv_heads=2, head_dim=16)
 
@@ -66,3 +67,9 @@ def test_the_parts_of_a_handoff_lie_end_to_end_and_say_who_did_them():
 
 def noted(events: list[tuple[str, int, float]], thread: str = "loop") -> list[Event]:
     return [(name, number, at, thread) for name, number, at in events]
+
+
+def test_cases_that_are_none_are_refused() -> None:
+    for text in ("many", "0", "1x2x3x4", "1024x"):
+        with pytest.raises(ConfigError, match="TOKENS"):
+            parse_cases(text)

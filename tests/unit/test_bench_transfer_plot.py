@@ -9,7 +9,6 @@ from click.testing import CliRunner
 
 from slipstream.bench.report import Conditions, TransferReport, TransferRow, write_json
 from slipstream.bench.transfer import command as measure
-from slipstream.bench.transfer_plot import command as redraw
 from slipstream.bench.transfer_plot import note, panels, plot_transfer
 from slipstream.errors import ConfigError
 
@@ -90,26 +89,30 @@ def test_the_command_measures_and_draws(tmp_path: Path) -> None:
     for words in ("shm", "raw", "rate, push", "one block", "4 KiB"):
         assert f"<!-- {words} -->" in text
     again = tmp_path / "again.svg"
-    assert CliRunner().invoke(redraw, [str(saved), str(again)]).exit_code == 0
+    assert CliRunner().invoke(measure, [str(saved), "--plot", str(again)]).exit_code == 0
     assert again.read_bytes() == picture.read_bytes()
 
 
 def test_a_name_that_is_no_picture_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
     outcome = CliRunner().invoke(measure, ["--memory", "cpu,cpu", "--plot", str(tmp_path / "transfer.txt")])
-    assert outcome.exit_code == 1
-    assert ".png, .svg" in outcome.output
+    assert isinstance(outcome.exception, ConfigError)
+    assert ".png, .svg" in str(outcome.exception)
     assert "GB/s" not in outcome.output
 
 
 def test_a_file_that_is_no_report_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"rows": 1}')
-    outcome = CliRunner().invoke(redraw, [str(tmp_path / "other.json"), str(tmp_path / "x.png")])
-    assert outcome.exit_code == 1
-    assert "no report" in outcome.output
+    for name in ("other.json", "missing.json"):
+        outcome = CliRunner().invoke(measure, [str(tmp_path / name), "--plot", str(tmp_path / "x.png")])
+        assert isinstance(outcome.exception, ConfigError)
+        assert name in str(outcome.exception)
+        assert not (tmp_path / "x.png").exists()
 
 
 def test_a_saved_report_keeps_its_figures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     write_json(report(row("shm", KIB)), tmp_path / "r.json")
-    assert CliRunner().invoke(redraw, [str(tmp_path / "r.json"), str(tmp_path / "r.png")]).exit_code == 0
+    drawn = CliRunner().invoke(measure, [str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")])
+    assert drawn.exit_code == 0
+    assert "shm" in drawn.output
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")

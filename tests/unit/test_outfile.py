@@ -82,7 +82,7 @@ def file_options() -> dict[str, set[str]]:
 
 
 def test_every_option_that_writes_a_file_goes_through_the_helper():
-    reading = {"--from", "--config", "--log", "files"}
+    reading = {"--from", "--config", "--log", "files", "saved"}
     folders = {"--logs"}
     writing = {"--json", "--plot", "--save", "--svg", "--png", "--perfetto"}
     for module, options in file_options().items():

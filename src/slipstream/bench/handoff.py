@@ -46,7 +46,7 @@ from slipstream.bench.handoff_worker import HandoffOptions
 from slipstream.bench.report import write_json
 from slipstream.bench.transfer import default_memory
 from slipstream.config import TransferConfig
-from slipstream.errors import SlipstreamError
+from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.stream import Link
 from slipstream.types import Request, SamplingParams
 
@@ -301,7 +301,7 @@ def parse_cases(text: str) -> list[tuple[int, int, int]]:
     for part in text.split(","):
         numbers = part.split("x")
         if not 1 <= len(numbers) <= 3 or not all(number.isdigit() and int(number) > 0 for number in numbers):
-            raise click.BadParameter(f"{part!r} is not TOKENS, TOKENSxUNDERWAY or TOKENSxUNDERWAYxROUNDS")
+            raise ConfigError(f"{part!r} is not TOKENS, TOKENSxUNDERWAY or TOKENSxUNDERWAYxROUNDS")
         tokens, under_way, rounds = (*map(int, numbers), *(1, 30)[len(numbers) - 1 :])
         cases.append((tokens, under_way, rounds))
     return cases
@@ -356,18 +356,9 @@ def command(
     with contextlib.ExitStack() as stack:
         folder = logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-bench-")))
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            rows = asyncio.run(
-                run(
-                    options, (sides[0], sides[1]), wanted, folder, lambda row: print(line(row), flush=True), not ordered
-                )
-            )
-        except SlipstreamError as error:
-            raise click.ClickException(error.message) from error
+        rows = asyncio.run(
+            run(options, (sides[0], sides[1]), wanted, folder, lambda row: print(line(row), flush=True), not ordered)
+        )
     print(f"{options.layout.fingerprint_text}, {sides[0]} to {sides[1]}; {time.monotonic() - began:.1f} s in all")
     if json_path:
         write_json(rows, json_path)
-
-
-if __name__ == "__main__":
-    command()

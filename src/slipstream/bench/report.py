@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream import outfile
+from slipstream.errors import ConfigError
 from slipstream.version import __version__
 
 PACKAGES = ("torch", "triton", "cuda-bindings", "numpy", "nixl-cu13", "nixl-cu12", "mooncake-transfer-engine-cuda13")
@@ -137,6 +138,16 @@ def print_transfer(report: TransferReport, console: Console) -> None:
     console.print(transfer_table(report))
     for note in report.notes:
         console.print(note, highlight=False)
+
+
+def load_transfer(path: Path) -> TransferReport:
+    """Raises ConfigError when the file is no report of `slipstream bench transfer`."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=TransferReport)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path} is no result of `slipstream bench transfer --json`: {error}") from None
 
 
 def write_json(report: msgspec.Struct | list[Any], path: Path) -> None:

@@ -25,7 +25,15 @@ import msgspec
 
 from slipstream import outfile
 from slipstream.bench.engines import ENGINES
-from slipstream.bench.report import TransferReport, TransferRow, conditions, print_transfer, size_text, write_json
+from slipstream.bench.report import (
+    TransferReport,
+    TransferRow,
+    conditions,
+    load_transfer,
+    print_transfer,
+    size_text,
+    write_json,
+)
 from slipstream.errors import ConfigError, MissingExtra, SlipstreamError
 
 DEFAULT_SIZES = tuple(1 << shift for shift in range(10, 22))
@@ -266,7 +274,8 @@ def parse_size(text: str) -> int:
     return int(digits) * factor
 
 
-@click.command(help="Measure how fast pages move between two processes of this machine.")
+@click.command()
+@click.argument("saved", type=click.Path(path_type=Path), required=False)
 @click.option("--engines", default="", help="Comma-separated: " + ", ".join(ENGINES) + ". Default: all for the memory.")
 @click.option("--memory", default="", help="SOURCE,TARGET, each cpu, cuda:N or a UUID. Default: two GPUs if there are.")
 @click.option("--sizes", default="", help="Page sizes, such as 1K,32K,2M. Default: 1K to 2M.")
@@ -281,6 +290,7 @@ def parse_size(text: str) -> int:
 @click.option("--json", "json_path", type=click.Path(path_type=Path), default=None, help="Write the results here.")
 @click.option("--plot", type=click.Path(path_type=Path), default=None, help="Draw the results here (PNG, SVG, PDF).")
 def command(
+    saved: Path | None,
     engines: str,
     memory: str,
     sizes: str,
@@ -295,44 +305,47 @@ def command(
     json_path: Path | None,
     plot: Path | None,
 ) -> None:
+    """Measure how fast pages move between two processes of this machine.
+
+    With SAVED, a report of --json, nothing is measured: its table is shown again, and drawn with --plot.
+    """
     import tempfile
 
     from slipstream.bench.plot import check_path
     from slipstream.bench.transfer_plot import plot_transfer
 
     console = outfile.terminal(140)
-    try:
-        if json_path:
-            outfile.check(json_path)
-        if plot:
-            check_path(plot)
-        sides = tuple(memory.split(",")) if memory else default_memory()
-        if len(sides) != 2:
-            raise ConfigError(f"--memory takes two sides, such as cpu,cpu or cuda:0,cuda:1, not {memory!r}")
-        options = Options(
-            engines=tuple(name for name in engines.split(",") if name),
-            memory=(sides[0], sides[1]),
-            sizes=tuple(parse_size(size) for size in sizes.split(",")) if sizes else DEFAULT_SIZES,
-            batch_bytes=parse_size(batch) if batch else (64 << 20 if memory_kind(sides) == "cpu" else 1 << 30),
-            directions=tuple(directions.split(",")),
-            case_s=case_seconds,
-            limit_s=limit,
-            budget_s=budget,
-            programs=programs,
-            depth=depth,
-        )
-        with contextlib.ExitStack() as stack:
-            folder = logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-bench-")))
-            folder.mkdir(parents=True, exist_ok=True)
-            report = run(options, folder, lambda text: print(text, flush=True))
+    if json_path:
+        outfile.check(json_path)
+    if plot:
+        check_path(plot)
+    if saved:
+        report = load_transfer(saved)
         print_transfer(report, console)
-        if json_path:
-            write_json(report, json_path)
         if plot:
             plot_transfer(report, plot)
-    except SlipstreamError as error:
-        raise click.ClickException(error.message) from error
-
-
-if __name__ == "__main__":
-    command()
+        return
+    sides = tuple(memory.split(",")) if memory else default_memory()
+    if len(sides) != 2:
+        raise ConfigError(f"--memory takes two sides, such as cpu,cpu or cuda:0,cuda:1, not {memory!r}")
+    options = Options(
+        engines=tuple(name for name in engines.split(",") if name),
+        memory=(sides[0], sides[1]),
+        sizes=tuple(parse_size(size) for size in sizes.split(",")) if sizes else DEFAULT_SIZES,
+        batch_bytes=parse_size(batch) if batch else (64 << 20 if memory_kind(sides) == "cpu" else 1 << 30),
+        directions=tuple(directions.split(",")),
+        case_s=case_seconds,
+        limit_s=limit,
+        budget_s=budget,
+        programs=programs,
+        depth=depth,
+    )
+    with contextlib.ExitStack() as stack:
+        folder = logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-bench-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        report = run(options, folder, lambda text: print(text, flush=True))
+    print_transfer(report, console)
+    if json_path:
+        write_json(report, json_path)
+    if plot:
+        plot_transfer(report, plot)

@@ -1,6 +1,4 @@
-"""The curves of a transfer benchmark: `slipstream bench transfer --plot FILE`, or of a saved report:
-
-    python -m slipstream.bench.transfer_plot transfer.json transfer.svg
+"""The curves of a transfer benchmark, fresh or saved: `slipstream bench transfer [SAVED] --plot FILE`.
 
 One pair of axes for the rate in each direction, one for the latency of a single page, one for what the processors do
 for it. Pages are scattered; the block, which is contiguous, stands at the right. A dashed line is the rate with several
@@ -13,12 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-import click
-import msgspec
-
 from slipstream.bench.plot import Curve, Panel, check_path, draw
 from slipstream.bench.report import TransferReport, TransferRow, size_text
-from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.errors import ConfigError
 
 BLOCK_APART = 4  # the block's place: this many times the largest page
 TICKS = 6
@@ -138,19 +133,3 @@ def _p99(row: TransferRow) -> float:
 
 def _name(row: TransferRow) -> str:
     return "one block" if row.contiguous else size_text(row.page)
-
-
-@click.command(help="Draw a report that `slipstream bench transfer --json` has written.")
-@click.argument("report", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.argument("picture", type=click.Path(path_type=Path))
-def command(report: Path, picture: Path) -> None:
-    try:
-        plot_transfer(msgspec.json.decode(report.read_bytes(), type=TransferReport), picture)
-    except SlipstreamError as error:
-        raise click.ClickException(error.message) from error
-    except msgspec.DecodeError as error:
-        raise click.ClickException(f"{report} is no report of `slipstream bench transfer`: {error}") from error
-
-
-if __name__ == "__main__":
-    command()
