@@ -38,6 +38,15 @@ def base_url(url: str, what: str) -> str:
     return f"http://{host}:{port}"
 
 
+def why_not(error: Exception) -> str:
+    """Why a process of ours was not reached, in words: that one starts or ends is no trouble and looks like none."""
+    if isinstance(error, ConnectionRefusedError):
+        return "nothing listens there"
+    if isinstance(error, ConnectionError):
+        return "it ended while it was asked"
+    return str(error)
+
+
 async def call(
     method: str, url: str, *, body: bytes = b"", headers: Mapping[str, str] | None = None, timeout_s: float
 ) -> tuple[int, bytes]:

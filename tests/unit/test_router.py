@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import socket
+import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -499,6 +501,19 @@ async def test_an_address_that_is_no_worker_is_explained(cluster: Cluster) -> No
             router.add_worker(wrong)
     with pytest.raises(ConfigError, match="Registered are"):
         router.remove_worker("nobody")
+
+
+async def test_a_worker_that_ends_while_it_is_asked_is_said_to_have_ended(cluster: Cluster) -> None:
+    async def end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()  # with a reset, as a process ends that has not read all
+
+    router = await cluster.router()
+    async with await asyncio.start_server(end, "127.0.0.1", 0) as server:
+        router.add_worker("http://{}:{}".format(*server.sockets[0].getsockname()))
+        await until(lambda: router.workers()[0].problem == "it ended while it was asked")
+        assert router.workers()[0].state == "connecting"
 
 
 def test_addresses_are_brought_to_one_form() -> None:

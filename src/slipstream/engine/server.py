@@ -28,7 +28,7 @@ from slipstream.engine.peers import Peers
 from slipstream.engine.timeline import Watcher
 from slipstream.errors import SlipstreamError, WorkerLost
 from slipstream.listen import listening_socket
-from slipstream.plain_http import call
+from slipstream.plain_http import call, why_not
 from slipstream.stream import Link
 from slipstream.transfer.rank import Rank
 from slipstream.types import Request
@@ -430,8 +430,7 @@ class WorkerServer:
                     joined = await register(url, self.info.http, api_key)
                     said = ""
                 except (OSError, TimeoutError, ValueError) as error:
-                    refused = isinstance(error, ConnectionRefusedError)
-                    if (reason := "nothing listens there" if refused else str(error) or "it does not answer") != said:
+                    if (reason := why_not(error) or "it does not answer") != said:
                         said = reason
                         logger.info("waiting for the router at %s: %s", url, said)
             linked = joined in self._routers

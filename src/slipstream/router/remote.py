@@ -16,6 +16,7 @@ import socket
 from typing import Literal, Protocol
 
 from slipstream import wire
+from slipstream.plain_http import why_not
 from slipstream.router.fetch import NotAWorker, NotReady, worker_info
 from slipstream.router.place import Standing
 from slipstream.stream import Link
@@ -295,8 +296,7 @@ class RemoteWorker:
     def _explain(self, error: Exception) -> None:
         self.refused = isinstance(error, Refused)
         self.silent = self.silent and isinstance(error, TimeoutError)
-        text = "nothing listens there" if isinstance(error, ConnectionRefusedError) else str(error)
-        text = text or type(error).__name__
+        text = why_not(error) or type(error).__name__
         if text == self.problem:
             return
         self.problem = text
