@@ -61,8 +61,8 @@ def made_runner(opened: Any, pages: int, *, graphs: bool) -> Any:
 
     from slipstream.bench.engine import fill_pool
     from slipstream.run.attention import PagedPool
+    from slipstream.run.cuda.kernels.twins import TorchOps
     from slipstream.run.cuda.runner import CudaRunner
-    from slipstream.run.cuda.twins import TorchOps
 
     layout, model = opened.layout, opened.model
     memory = torch.empty(pages * layout.page_bytes, dtype=torch.uint8, device=opened.device)

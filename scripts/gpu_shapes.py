@@ -1,4 +1,4 @@
-"""Shapes of the GPU engine's kernels against each other: what the tables in `run.cuda.ops` and `hopper` come from.
+"""Shapes of the GPU engine's kernels against each other: what `run.cuda.kernels.shapes` comes from.
 
     python scripts/gpu_shapes.py [STEP ...] [--shapes 1.5b,8b] [--rows 1,8,32,64]
 
@@ -59,7 +59,7 @@ def opened_ops(shape: str) -> tuple[Any, Any]:
     import torch
 
     from slipstream.run.attention import PagedPool
-    from slipstream.run.cuda.ops import TritonOps
+    from slipstream.run.cuda.kernels.ops import TritonOps
 
     opened = opened_model(shape, "cuda:0")
     most = max(DECODE_BATCHES)
@@ -82,7 +82,7 @@ def report(title: str, found: dict[str, float], size: int = 0) -> None:
 def products(shape: str, kind: str, rows: int, model: Any, ops: Any) -> None:
     import torch
 
-    from slipstream.run.cuda import hopper
+    from slipstream.run.cuda.kernels import shapes
 
     linears = [model.head] * 8 if kind == "head" else [getattr(layer, kind) for layer in model.layers]
     (outputs, inputs), gated = linears[0].weight.shape, kind == "gate_up"
@@ -107,7 +107,7 @@ def products(shape: str, kind: str, rows: int, model: Any, ops: Any) -> None:
     for chosen in few_shapes(outputs // 2 if gated else outputs, inputs, rows, gated, alone=kind == "head"):
         ops._few.shape = lambda *_, chosen=chosen: chosen
         found["x".join(map(str, chosen[:3])) + f"/{chosen[3]}"] = graph_us(run, linears)
-    ops.few_rows_pay, ops._few.shape, ops.streams = hopper.few_rows_pay, hopper.few_rows_shape, True
+    ops.few_rows_pay, ops._few.shape, ops.streams = shapes.few_rows_pay, shapes.few_rows_shape, True
     report(f"{shape} {rows} rows {kind}", found, outputs * inputs * 2)
 
 
@@ -131,8 +131,9 @@ def prompts(shape: str, tokens: int, earlier: int, opened: Any, ops: Any) -> Non
 
     from slipstream.bench.engine import device_ms
     from slipstream.engine.plan import StepPlan
-    from slipstream.run.cuda import backends, hopper
+    from slipstream.run.cuda import backends
     from slipstream.run.cuda.inputs import MixedInputs
+    from slipstream.run.cuda.kernels import shapes
 
     config, pages = opened.config, (earlier + tokens) // 16
     plan = StepPlan(
@@ -160,7 +161,7 @@ def prompts(shape: str, tokens: int, earlier: int, opened: Any, ops: Any) -> Non
         for tile, stages in ((128, 2), (64, 4)) if warps else ((64, 3),):
             ops.prompt_shape = lambda dim, chosen=(tile, stages): chosen
             measure(f"{'attend' if warps else 'prefill_gathered'} {tile}x{stages}")
-    ops.prompt_shape, ops._laid = hopper.prompt_shape, None
+    ops.prompt_shape, ops._laid = shapes.prompt_shape, None
     if reason := backends.why_not_flashinfer(config, ops.pool):
         print(f"flashinfer: {reason}")
         return
@@ -172,10 +173,10 @@ def prompts(shape: str, tokens: int, earlier: int, opened: Any, ops: Any) -> Non
 def decode(shape: str, batch: int, opened: Any, ops: Any) -> None:
     import torch
 
-    from slipstream.run.cuda import ops as module
     from slipstream.run.cuda.inputs import DecodeColumns
+    from slipstream.run.cuda.kernels import shapes
 
-    config, plain = opened.config, module.decode_shape
+    config, plain = opened.config, shapes.decode_shape
     width = (config.heads + 2 * config.kv_heads) * config.head_dim
     qkv = torch.randn(batch, width, dtype=torch.bfloat16, device="cuda:0")
     out = torch.empty(batch, config.heads * config.head_dim, dtype=torch.bfloat16, device="cuda:0")
@@ -185,10 +186,10 @@ def decode(shape: str, batch: int, opened: Any, ops: Any) -> None:
     step = DecodeColumns(lengths, lengths, tables, torch.full((1,), PAGES, **ints), lengths)
     found, now = {}, plain(batch * config.kv_heads)
     for chosen in {now, *decode_shapes(batch * config.kv_heads)}:
-        module.decode_shape = lambda pairs, chosen=chosen: chosen
+        shapes.decode_shape = lambda pairs, chosen=chosen: chosen
         name = "/".join(map(str, chosen))
         found[name] = graph_us(lambda layer: ops.decode_attention(layer, qkv, out, step), opened.model.layers)
-    module.decode_shape = plain
+    shapes.decode_shape = plain
     size = batch * PAGES * 16 * opened.layout.token_bytes // opened.layout.layers
     report(f"{shape} batch {batch}, now {'/'.join(map(str, now))}", found, size)
 

@@ -32,8 +32,8 @@ from slipstream.engine.plan import FROM_DEVICE  # noqa: E402
 from slipstream.run.attention import PagedPool  # noqa: E402
 from slipstream.run.cuda import backends  # noqa: E402
 from slipstream.run.cuda.inputs import MixedInputs  # noqa: E402
+from slipstream.run.cuda.kernels.ops import TritonOps  # noqa: E402
 from slipstream.run.cuda.memory import dry_run, largest_step  # noqa: E402
-from slipstream.run.cuda.ops import TritonOps  # noqa: E402
 from slipstream.run.cuda.pieces import piece_bytes  # noqa: E402
 from slipstream.run.cuda.runner import CudaRunner  # noqa: E402
 from slipstream.run.engine_model import OpenedModel, open_model  # noqa: E402

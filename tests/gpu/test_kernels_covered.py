@@ -23,7 +23,7 @@ from tests.unit import sampling_checks  # noqa: E402
 from tests.unit.kernel_checks import CHECKS  # noqa: E402
 
 from slipstream.run import cuda  # noqa: E402
-from slipstream.run.cuda import hopper  # noqa: E402
+from slipstream.run.cuda.kernels import hopper  # noqa: E402
 
 ELSEWHERE = ("small", "products", "prefill_gathered", "fp8_gathered", "step")  # on Hopper others take their place
 

@@ -16,10 +16,10 @@ from slipstream.model.config import ModelConfig, RopeConfig
 from slipstream.model.layers import Linear, RMSNorm
 from slipstream.model.llama import Llama
 from slipstream.run.attention import PagedPool
-from slipstream.run.cuda import ops as ops_module
 from slipstream.run.cuda.inputs import DecodeInputs, MixedInputs
-from slipstream.run.cuda.ops import TritonOps
-from slipstream.run.cuda.twins import TorchOps
+from slipstream.run.cuda.kernels import shapes
+from slipstream.run.cuda.kernels.ops import TritonOps
+from slipstream.run.cuda.kernels.twins import TorchOps
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -142,14 +142,14 @@ def check_decode(
 
 @contextmanager
 def decode_shape(chosen: tuple[int, int, int, int] | None) -> Iterator[None]:
-    """Another shape of all programs of attention of decoding than `ops.decode_shape`'s."""
-    plain = ops_module.decode_shape
+    """Another shape of all programs of attention of decoding than `shapes.decode_shape`'s."""
+    plain = shapes.decode_shape
     if chosen is not None:
-        ops_module.decode_shape = lambda pairs: chosen
+        shapes.decode_shape = lambda pairs: chosen
     try:
         yield
     finally:
-        ops_module.decode_shape = plain
+        shapes.decode_shape = plain
 
 
 def _attend(both: Twins, step: object, tokens: int, name: str) -> None:

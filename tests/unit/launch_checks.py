@@ -1,4 +1,4 @@
-"""What reaches the driver of a launch: of a plain one by Triton, and of one that is kept (`run.cuda.launches`).
+"""What reaches the driver of a launch: of a plain one by Triton, and of one that is kept (`run.cuda.kernels.launches`).
 
 Triton's own launchers are compiled and used, linked to a driver that has no device and writes down what it is given
 (recorded_cuda.c): grid, threads, shared memory, stream, attributes, and every byte of every parameter, as many as the
@@ -21,9 +21,9 @@ from tests.unit.no_device import STREAM, config, kernels_of, use
 from tests.unit.tiny_models import make_plan
 from torch import Tensor
 
-from slipstream.run.cuda import ops as ops_module
 from slipstream.run.cuda.inputs import MixedColumns, MixedInputs
-from slipstream.run.cuda.ops import TritonOps
+from slipstream.run.cuda.kernels import ops as ops_module
+from slipstream.run.cuda.kernels.ops import TritonOps
 
 SIZES = {"b8": 1, "b16": 2, "b32": 4, "b64": 8, "u8": 1, "u16": 2, "u32": 4, "u64": 8, "f32": 4, "f64": 8}
 PARAMETER = re.compile(r"\.param (?:\.align \d+ )?\.(\w+)[^\[\],)]*(?:\[(\d+)\])?")

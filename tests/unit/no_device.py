@@ -14,8 +14,8 @@ from slipstream.model.config import ModelConfig, RopeConfig
 from slipstream.model.llama import Llama
 from slipstream.model.shard import Shard
 from slipstream.run.attention import PagedPool
-from slipstream.run.cuda import hopper
-from slipstream.run.cuda.ops import TritonOps
+from slipstream.run.cuda.kernels import hopper
+from slipstream.run.cuda.kernels.ops import TritonOps
 from slipstream.run.cuda.sampling import TritonTokens
 
 SHARED_BYTES = 227 << 10  # that a program may have on Hopper

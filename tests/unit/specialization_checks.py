@@ -23,7 +23,7 @@ from slipstream.run.cuda.sampling import TritonTokens
 from slipstream.run.sampler import DrawColumns
 from slipstream.types import SamplingParams
 
-# Small enough to be computed, with the same heads; hidden 64 with a vocabulary beyond `hopper.WIDE`, as large models'.
+# Small enough to be computed, with the same heads; hidden 64 with a vocabulary beyond `shapes.WIDE`, as large models'.
 SMALL = {"hidden": 64, "intermediate": 96}
 CASES: dict[str, dict[str, Any]] = {
     "qwen-1.5b": {"shape": config("qwen-1.5b", **SMALL, vocab=70000)},
@@ -68,9 +68,9 @@ def compile_nothing() -> dict[str, Kernel]:
     """Makes Triton's compiling give such kernels, and keep them as its own; returns them all, by Triton's keys."""
     from triton.runtime.jit import JITFunction
 
-    from slipstream.run.cuda import attention_kernels, hopper_kernels, kernels, sampling_kernels
+    from slipstream.run.cuda.kernels import decode, hopper, prefill, products, sampling
 
-    for module in (attention_kernels, hopper_kernels, kernels, sampling_kernels):
+    for module in (decode, prefill, products, sampling, *hopper.modules().values()):
         for function in vars(module).values():
             if isinstance(function, JITFunction):
                 function.device_caches.clear()

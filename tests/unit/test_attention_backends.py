@@ -12,8 +12,8 @@ from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.run.attention import PagedPool
 from slipstream.run.cuda import backends
+from slipstream.run.cuda.kernels.twins import TorchOps
 from slipstream.run.cuda.runner import CudaRunner
-from slipstream.run.cuda.twins import TorchOps
 from slipstream.run.engine_model import open_model
 from slipstream.run.runner import Runner
 

@@ -22,8 +22,8 @@ from slipstream.config import EngineConfig
 from slipstream.kv.layout import KVLayout
 from slipstream.model.llama import Llama
 from slipstream.run.attention import PagedPool
+from slipstream.run.cuda.kernels.twins import TorchOps
 from slipstream.run.cuda.runner import CudaRunner
-from slipstream.run.cuda.twins import TorchOps
 from slipstream.run.engine_model import open_model
 from slipstream.run.quantize import dequantize, quantize, rounded
 from slipstream.run.runner import Runner

@@ -15,8 +15,8 @@ from tests.unit.tiny_models import tiny_model
 
 from slipstream.config import EngineConfig
 from slipstream.run.attention import PagedPool
+from slipstream.run.cuda.kernels.twins import TorchOps
 from slipstream.run.cuda.runner import CudaRunner
-from slipstream.run.cuda.twins import TorchOps
 from slipstream.run.engine_model import OpenedModel, open_model
 
 ASKED = [[5], [7, 8, 9], list(range(10, 27))]  # a prompt of one token is a step of the graph

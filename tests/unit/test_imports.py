@@ -84,6 +84,11 @@ def test_model_and_run_know_of_no_workers_peers_or_http():
     assert offences(("slipstream.model",), ("slipstream.transfer",)) == []
 
 
+def test_the_kernels_know_only_the_numbers_of_a_step_of_the_runner_that_calls_them():
+    allowed = ("slipstream.run.cuda.kernels", "slipstream.run.cuda.inputs")
+    assert offences(("slipstream.run.cuda.kernels",), ("slipstream.run.cuda", "slipstream.engine"), allowed) == []
+
+
 def test_lower_rooms_do_not_reach_up_to_the_command_line():
     lower = ("engine", "front", "router", "kv", "transfer", "model", "run", "topo")
     rooms = tuple(f"slipstream.{room}" for room in lower)

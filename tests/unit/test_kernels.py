@@ -51,9 +51,9 @@ def _ptx(name: str, pointers: int, scalars: dict[str, str], constants: dict[str,
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from slipstream.run.cuda import attention_kernels, kernels
+    from slipstream.run.cuda.kernels import decode, prefill, products
 
-    function = getattr(kernels, name, None) or getattr(attention_kernels, name)
+    function = next(found for module in (decode, prefill, products) if (found := getattr(module, name, None)))
     names = function.arg_names
     types = dict.fromkeys(names[:pointers], "*bf16")
     types.update(dict.fromkeys(constants, "constexpr"))
@@ -99,9 +99,9 @@ def _gluon(name: str, types: dict[str, str], constants: dict[str, object], **opt
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from slipstream.run.cuda import hopper_kernels
+    from slipstream.run.cuda.kernels import hopper
 
-    function = getattr(hopper_kernels, name)
+    function = next(found for module in hopper.modules().values() if (found := getattr(module, name, None)))
     names = function.arg_names
     signature = {n: types.get(n, "i32") if n not in constants else "constexpr" for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*"}
@@ -167,6 +167,6 @@ def test_what_steps_need_is_compiled_ahead_and_not_launched():
     compile_ahead(both.kernels, tokens, both.model, [1, 2, 64], sequences=64, context=4096)
     of_layers = {"rms_norm", "silu_mul", "one_row", "decode_attention", "rotate_and_write", "prefill_attention"}
     assert seen == of_layers | {"feed", "survey", "weigh", "pick"}
-    assert isinstance(both.kernels.modules["small"], Noted)
+    assert isinstance(both.kernels.modules["products"], Noted)
     assert isinstance(tokens.kernels, Noted)
     assert torch.equal(both.pools[0].values, before)

@@ -15,10 +15,11 @@ from slipstream.config import EngineConfig
 from slipstream.engine.plan import FROM_DEVICE
 from slipstream.run.cuda.graphs import graph_sizes
 from slipstream.run.cuda.inputs import DecodeInputs, MixedInputs
+from slipstream.run.cuda.kernels.ops import LAID_OUT_BYTES
+from slipstream.run.cuda.kernels.shapes import decode_shape
+from slipstream.run.cuda.kernels.twins import TorchOps
 from slipstream.run.cuda.memory import largest_step, step_bytes
-from slipstream.run.cuda.ops import LAID_OUT_BYTES, decode_shape
 from slipstream.run.cuda.runner import CudaRunner, wants_more
-from slipstream.run.cuda.twins import TorchOps
 from slipstream.run.device import GPU_RESERVE_BYTES, pool_pages
 from slipstream.run.runner import Runner
 from slipstream.run.sampler import DrawTable

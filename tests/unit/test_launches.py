@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton (extra: gpu)")
 
-from slipstream.run.cuda.launches import variant
+from slipstream.run.cuda.kernels.launches import variant
 
 CASES = ["laid out by Hopper's kernels", "pages out of step, codes, norms of heads"]
 CHECK = """

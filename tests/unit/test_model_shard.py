@@ -23,8 +23,8 @@ from slipstream.model.files import ModelFiles, locate
 from slipstream.model.llama import Llama
 from slipstream.model.loader import load
 from slipstream.model.shard import Shard
+from slipstream.run.cuda.kernels.twins import TorchOps
 from slipstream.run.cuda.runner import CudaRunner
-from slipstream.run.cuda.twins import TorchOps
 from slipstream.run.runner import Runner
 
 TOLERANCE = 2e-5

@@ -27,11 +27,11 @@ from torch import Tensor
 from slipstream.engine.plan import FROM_DEVICE
 from slipstream.model.files import locate
 from slipstream.model.llama import Llama
-from slipstream.run.cuda.launches import Call, Prepared, Tensors
+from slipstream.run.cuda.kernels.launches import Call, Prepared, Tensors
+from slipstream.run.cuda.kernels.twins import TorchOps
 from slipstream.run.cuda.memory import largest_step
 from slipstream.run.cuda.pieces import MOST_ROWS, PieceGraphs, piece_bytes, piece_sizes
 from slipstream.run.cuda.runner import CudaRunner
-from slipstream.run.cuda.twins import TorchOps
 from slipstream.run.runner import Runner
 from slipstream.types import SamplingParams
 

@@ -70,9 +70,9 @@ def test_sampling_compiles_for_hopper(name: str, types: dict[str, str], constant
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from slipstream.run.cuda import sampling_kernels
+    from slipstream.run.cuda.kernels import sampling
 
-    function = getattr(sampling_kernels, name)
+    function = getattr(sampling, name)
     known = {**FOUND, **types, **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(function, {n: known[n] for n in function.arg_names}, constexprs=constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})

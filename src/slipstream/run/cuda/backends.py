@@ -23,7 +23,7 @@ from slipstream.model.config import ModelConfig
 from slipstream.model.llama import Llama
 from slipstream.run.attention import PagedPool
 from slipstream.run.cuda.inputs import MixedColumns, MixedInputs, scratch_prompt
-from slipstream.run.cuda.ops import PromptAttention, TritonOps
+from slipstream.run.cuda.kernels.ops import PromptAttention, TritonOps
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.model.layers import Linear
 from slipstream.model.llama import Llama
 from slipstream.run.cuda.inputs import DecodeColumns, MixedColumns
-from slipstream.run.cuda.ops import Ops
+from slipstream.run.cuda.kernels.ops import Ops
 
 
 class Scratch:

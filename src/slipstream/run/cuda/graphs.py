@@ -22,7 +22,7 @@ from slipstream.model.llama import Llama
 from slipstream.run.cuda.capture import captured
 from slipstream.run.cuda.forward import Scratch, decode
 from slipstream.run.cuda.inputs import DecodeInputs
-from slipstream.run.cuda.ops import Ops
+from slipstream.run.cuda.kernels.ops import Ops
 from slipstream.run.cuda.sampling import TokenOps
 from slipstream.run.sampler import DrawColumns
 

@@ -18,7 +18,7 @@ from slipstream.kv.layout import KVLayout
 from slipstream.model.config import ModelConfig
 from slipstream.model.llama import Llama
 from slipstream.run.cuda.inputs import ROW_BLOCK
-from slipstream.run.cuda.ops import LAID_OUT_BYTES
+from slipstream.run.cuda.kernels.ops import LAID_OUT_BYTES
 from slipstream.run.runner import PROMPT_LOGPROB_ROWS
 from slipstream.types import SamplingParams
 

@@ -28,7 +28,7 @@ from slipstream.model.llama import Llama
 from slipstream.run.cuda.capture import captured
 from slipstream.run.cuda.forward import add_sum
 from slipstream.run.cuda.inputs import MixedColumns
-from slipstream.run.cuda.ops import Ops
+from slipstream.run.cuda.kernels.ops import Ops
 
 logger = logging.getLogger(__name__)
 

@@ -26,9 +26,9 @@ import torch
 
 from slipstream.model.llama import DecoderLayer, Llama
 from slipstream.run.cuda.forward import add_part
-from slipstream.run.cuda.hopper import KINDS_OF_ROWS
 from slipstream.run.cuda.inputs import DRAW_KINDS, DecodeColumns, MixedInputs, scratch_prompt
-from slipstream.run.cuda.ops import TritonOps
+from slipstream.run.cuda.kernels.ops import TritonOps
+from slipstream.run.cuda.kernels.shapes import KINDS_OF_ROWS
 from slipstream.run.cuda.sampling import TritonTokens
 from slipstream.run.sampler import DrawColumns
 

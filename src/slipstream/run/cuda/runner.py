@@ -31,7 +31,7 @@ from slipstream.model.llama import Llama
 from slipstream.run.cuda.forward import mixed
 from slipstream.run.cuda.graphs import DecodeGraphs, graph_sizes
 from slipstream.run.cuda.inputs import MixedInputs, scratch_prompt
-from slipstream.run.cuda.ops import HEAD_DIMS, Ops, TritonOps
+from slipstream.run.cuda.kernels.ops import HEAD_DIMS, Ops, TritonOps
 from slipstream.run.cuda.pieces import MOST_ROWS, PieceGraphs
 from slipstream.run.cuda.prepare import compile_ahead
 from slipstream.run.cuda.sampling import TokenOps, TorchTokens, TritonTokens

@@ -34,12 +34,12 @@ class TokenOps(Protocol):
 
 
 class TritonTokens:
-    """The kernels of `sampling_kernels`, for up to `most` rows of `vocab` logits at a time."""
+    """The kernels of `kernels.sampling`, for up to `most` rows of `vocab` logits at a time."""
 
     def __init__(self, most: int, vocab: int, dtype: torch.dtype, device: torch.device) -> None:
-        from slipstream.run.cuda import sampling_kernels
+        from slipstream.run.cuda.kernels import sampling
 
-        self.kernels: Any = sampling_kernels
+        self.kernels: Any = sampling
         self.vocab, self._pieces = vocab, -(-vocab // PIECE)
         size = most * self._pieces
         self._tops = torch.empty(size, dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""The host's side of `hopper_kernels`: descriptors of tensors, shapes of programs, scratch memory.
+"""The host's side of Hopper's kernels, `hopper_products` and `hopper_prefill`: descriptors of tensors, scratch memory.
 
 A tensor descriptor tells the copy engine where a tensor lies; making one takes microseconds, so those of weights are
 kept, and captured graphs hold theirs by value.
@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from slipstream.model.layers import Linear
-from slipstream.run.cuda.launches import Call
+from slipstream.run.cuda.kernels.launches import Call
+from slipstream.run.cuda.kernels.shapes import LEAST_ROOM, few_rows_shape
 
-MOST_ROWS = 64  # of `FewRows`
-LEAST_ROOM = 16  # rows that the kernel is compiled for at least: 8 are hardly faster, and one more to compile
-WIDE = 1 << 16  # outputs of a product that only the head of a model has
 PARTIAL_BYTES = 16 << 20  # room for the shares of divided products
 COUNTERS = 4096
-PROMPT_ROWS = 128  # query rows of a program of `PromptAttention`
+PROMPT_ROWS = 128  # query rows of a program of `attend`
 GROUP_ROWS = 64  # of one group of warps
 PROMPT_REGISTERS = 168  # a thread, of 12 warps: 240 for those that compute, 24 for those that fetch
 
@@ -34,16 +32,17 @@ def usable(device: torch.device, dtype: torch.dtype) -> bool:
     if capability(device) != (9, 0):
         return False
     try:
-        kernels()
+        modules()
     except ImportError:
         return False
     return dtype in (torch.bfloat16, torch.float16)
 
 
-def kernels() -> Any:
-    from slipstream.run.cuda import hopper_kernels
+def modules() -> dict[str, Any]:
+    """Those of the kernels, by their names."""
+    from slipstream.run.cuda.kernels import hopper_prefill, hopper_products
 
-    return hopper_kernels
+    return {"hopper_products": hopper_products, "hopper_prefill": hopper_prefill}
 
 
 def describe(tensor: Tensor, block: list[int]) -> Any:
@@ -54,32 +53,6 @@ def describe(tensor: Tensor, block: list[int]) -> Any:
     kind = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[tensor.dtype]
     layout = gl.NVMMASharedLayout.get_default_for(block, kind)
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)
-
-
-# One number of rows for each kernel that products have, whatever their weights: one row, the three rooms of `few_rows`
-# (its shapes and `few_rows_pay` change between these rooms and nowhere else), and more, which are cuBLAS's.
-KINDS_OF_ROWS = (1, LEAST_ROOM, 2 * LEAST_ROOM, MOST_ROWS, MOST_ROWS + 1)
-
-
-def few_rows_pay(outputs: int, inputs: int, rows: int, *, add: bool, gated: bool) -> bool:
-    """Whether `few_rows` is faster than cuBLAS, and with one row than `kernels.one_row`: measured on an H200."""
-    if inputs % 8:  # the copy engine wants rows at multiples of 16 bytes
-        return False
-    if rows == 1:
-        return not gated and outputs >= WIDE
-    return rows <= 32 or (rows <= MOST_ROWS and not add)
-
-
-def few_rows_shape(outputs: int, inputs: int, rows: int, gated: bool) -> tuple[int, int, int, int]:
-    """(outputs, inputs at a time, stages, shares of the inner dimension) of a program of `few_rows`."""
-    if gated:
-        return (64, 128, 2, 1) if inputs <= 2048 else (64, 128, 4, 1)
-    if outputs >= WIDE:
-        return 128, 128, 3, 1
-    tiles = -(-outputs // 64)
-    programs, least = (256, 2048) if rows <= 16 else (128, 2560)
-    splits = max(1, min(programs // tiles, inputs // least))
-    return (64, 128, 6, splits) if splits > 1 and inputs >= 8192 else (64, 256, 3, splits)
 
 
 class FewRows:
@@ -124,11 +97,6 @@ class FewRows:
             **self._pdl,
         )
         return out
-
-
-def prompt_shape(dim: int) -> tuple[int, int]:
-    """(tokens of a tile, stages) of a program of `attend`."""
-    return (128, 2) if dim == 128 else (128, 4)
 
 
 def attend_call(

@@ -5,7 +5,7 @@ way: `one_row` takes the RMS norm of its input, adds bias and residual, and appl
 nothing: x * gain is multiplied, the squares of x are summed beside it, and the sum is divided by their mean's root at
 the end.
 
-Products with a few more rows are `hopper_kernels.few_rows`'s where that runs, and cuBLAS's otherwise (see
+Products with a few more rows are `hopper_products.few_rows`'s where that runs, and cuBLAS's otherwise (see
 docs/performance.md); `rms_norm` and `silu_mul` stand between the latter, and cuBLAS adds the residual. The twins in
 plain torch are in `twins`.
 """

@@ -17,14 +17,12 @@ from slipstream.model.config import ModelConfig
 from slipstream.model.layers import Linear, RMSNorm, Rotary
 from slipstream.model.llama import DecoderLayer
 from slipstream.run.attention import PagedPool
-from slipstream.run.cuda import hopper
 from slipstream.run.cuda.inputs import ROW_BLOCK, DecodeColumns, MixedColumns
-from slipstream.run.cuda.launches import Call, Prepared, Tensors, current_stream
+from slipstream.run.cuda.kernels import hopper, shapes
+from slipstream.run.cuda.kernels.launches import Call, Prepared, Tensors, current_stream
 from slipstream.run.quantize import CODE
 
 LOG2E = math.log2(math.e)
-DECODE_PROGRAMS = 512  # measured on an H200: more splits than fill the chip so far cost more than they hide
-MOST_SPLITS = 64
 LAID_OUT_BYTES = 512 << 20  # keys and values of one layer that prefill attention may lay out; more stay in their pages
 HEAD_DIMS = (32, 64, 128, 256)
 WHOLE, KEYS, NOTHING = range(3)  # of the tensors of a layer: gains of queries and keys, and keys; the last; none
@@ -66,56 +64,35 @@ class PromptAttention(Protocol):
     def __call__(self, layer: int, qkv: Tensor, out: Tensor, step: MixedColumns) -> Tensor: ...
 
 
-def decode_shape(pairs: int) -> tuple[int, int, int, int]:
-    """(programs that share the context of one sequence and KV head, tokens they take at a time, their warps, and
-    stages), for `pairs` of these.
-
-    Depends on nothing else, so that a sequence's numbers do not depend on the lengths of others.
-    """
-    if pairs >= 384:
-        return 1, 64, 4, 3
-    splits = max(2, min(MOST_SPLITS, DECODE_PROGRAMS // pairs))
-    return (splits, 128, 4, 3) if pairs <= 32 else (splits, 64, 2, 2)
-
-
-def one_row_shape(outputs: int, inputs: int, gated: bool) -> tuple[int, int, int]:
-    """(outputs, inputs at a time, warps) of a program of a product with one row: the best of seven on an H200."""
-    if gated:
-        return 8, 256, 4
-    if inputs >= 2 * outputs:
-        return (8, 512, 8) if inputs % 512 == 0 else (2, 1024, 4)
-    return 4, 512, 4
-
-
 def power_of_two(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
 
 
 class TritonOps:
-    """The kernels of `kernels` and `attention_kernels` over one pool.
+    """The kernels of `products`, `decode` and `prefill`, and Hopper's, over one pool.
 
     `rows` is the largest number of sequences of a decode step. `pdl` lets a kernel start, and fetch weights, before
     the one in front of it has ended (Hopper and newer; CUDA's programmatic dependent launch).
     """
 
     def __init__(self, config: ModelConfig, pool: PagedPool, rotary: Rotary, rows: int, *, pdl: bool) -> None:
-        from slipstream.run.cuda import attention_kernels, kernels
+        from slipstream.run.cuda.kernels import decode, prefill, products
 
         self.config, self.pool, self.rotary = config, pool, rotary
         self.streams = pool.dtype != torch.float16  # there x * gain could overflow
         self.prompts: PromptAttention | None = None  # instead of the kernels here
-        self.modules: dict[str, Any] = {"small": kernels, "attention": attention_kernels}
+        self.modules: dict[str, Any] = {"products": products, "decode": decode, "prefill": prefill}
         self._pdl: dict[str, Any] = {"PDL": pdl, "launch_pdl": True} if pdl else {"PDL": False}
-        self.one_row_shape = one_row_shape  # a benchmark may try others, of these
-        self.paged_shape, self.gathered_shape = paged_shape, gathered_shape
+        self.one_row_shape = shapes.one_row_shape  # a benchmark may try others, of these
+        self.paged_shape, self.gathered_shape = shapes.paged_shape, shapes.gathered_shape
         has_tensor_copies = hopper.capability(pool.device) >= (9, 0)
         self.gathers = has_tensor_copies and pool.dtype != torch.float32 and pool.layout.head_dim in (64, 128)
         self._hopper = hopper.usable(pool.device, pool.dtype)
         self._few = None
         if self._hopper:
-            self.modules["hopper"] = hopper.kernels()
+            self.modules |= hopper.modules()
             self._few = hopper.FewRows(pool.device, pdl=pdl)
-        self.few_rows_pay, self.prompt_shape = hopper.few_rows_pay, hopper.prompt_shape  # likewise
+        self.few_rows_pay, self.prompt_shape = shapes.few_rows_pay, shapes.prompt_shape  # likewise
         self.room_laid_out = LAID_OUT_BYTES // (2 * pool.layout.kv_heads * pool.layout.head_dim * pool.dtype.itemsize)
         self._laid: tuple[tuple[int, int], tuple[Tensor, Tensor], tuple[Any, ...]] | None = None
         self._precision = "ieee" if pool.dtype == torch.float32 else "tf32"
@@ -128,7 +105,7 @@ class TritonOps:
         self._pages = {"PAGE": layout.page_tokens, "SPAN": span, "FP8": pool.quantized}
         self._scale = LOG2E / math.sqrt(layout.head_dim)
         self._group = config.heads // config.kv_heads
-        room = max(size * config.heads * decode_shape(size * layout.kv_heads)[0] for size in range(1, rows + 1))
+        room = max(size * config.heads * shapes.decode_shape(size * layout.kv_heads)[0] for size in range(1, rows + 1))
         self._norm_eps = config.norm_eps if config.qk_norm else 0.0
         self._of_layers: dict[int, tuple[Tensors, Tensors, Tensors]] = {}
         self.known: dict[Any, Any] = {}  # compiled kernels, of `Prepared`
@@ -141,7 +118,7 @@ class TritonOps:
     def rms_norm(self, x: Tensor, norm: RMSNorm, out: Tensor) -> Tensor:
         size = x.shape[1]
         block = power_of_two(size)
-        self.modules["small"].rms_norm[(x.shape[0],)](
+        self.modules["products"].rms_norm[(x.shape[0],)](
             x, norm.weight, out, size, norm.eps, BLOCK=block, num_warps=max(1, min(8, block // 256)), **self._pdl
         )
         return out
@@ -173,7 +150,7 @@ class TritonOps:
             return self._stream(x, gate_up, out, norm, gated=True)
         both = self.project(x, gate_up, x.new_empty(x.shape[0], gate_up.weight.shape[0]), norm)
         size = out.shape[1]
-        self.modules["small"].silu_mul[(x.shape[0], -(-size // 2048))](
+        self.modules["products"].silu_mul[(x.shape[0], -(-size // 2048))](
             both, out, size, BLOCK=2048, num_warps=8, **self._pdl
         )
         return out
@@ -184,7 +161,7 @@ class TritonOps:
 
     def _few_rows(self, x: Tensor, linear: Linear, out: Tensor, *, add: bool = False, gated: bool = False) -> Tensor:
         assert self._few is not None
-        return self._few(self.modules["hopper"].few_rows, x, linear, out, add=add, gated=gated)
+        return self._few(self.modules["hopper_products"].few_rows, x, linear, out, add=add, gated=gated)
 
     def _streams(self, x: Tensor, linear: Linear) -> bool:
         return x.shape[0] == 1 and linear.weight.shape[1] % 8 == 0 and self.streams
@@ -197,7 +174,7 @@ class TritonOps:
         bias = linear.weight if linear.bias is None else linear.bias
         gain, eps = (linear.weight, 0.0) if norm is None else (norm.weight, norm.eps)
         count, block, warps = self.one_row_shape(outputs, inputs, gated)
-        self.modules["small"].one_row[(-(-outputs // count),)](
+        self.modules["products"].one_row[(-(-outputs // count),)](
             x,
             gain,
             linear.weight,
@@ -254,19 +231,19 @@ class TritonOps:
 
     def _decode_kind(self, sequences: int) -> tuple[int, int, int, bool, int]:
         """(tokens at a time, warps, stages, whether contexts are divided, room for shares of one) of its kernel."""
-        splits, tile, warps, stages = decode_shape(sequences * self.pool.layout.kv_heads)
-        return tile, warps, stages, splits > 1, 8 if splits <= 8 else MOST_SPLITS
+        splits, tile, warps, stages = shapes.decode_shape(sequences * self.pool.layout.kv_heads)
+        return tile, warps, stages, splits > 1, 8 if splits <= 8 else shapes.MOST_SPLITS
 
     def _decode_call(self, of_layer: Tensors, qkv: Tensor, out: Tensor, step: DecodeColumns) -> Call:
         layout, sequences = self.pool.layout, qkv.shape[0]
-        splits = decode_shape(sequences * layout.kv_heads)[0]
+        splits = shapes.decode_shape(sequences * layout.kv_heads)[0]
         tile, warps, stages, divided, places = self._decode_kind(sequences)
         query_gain, key_gain, keys = of_layer.tensors
         columns = step.lengths, step.tables, step.width_at
         sizes = self._scale, self._norm_eps, self._page_stride, self._head_stride, splits
         scratch = self._partial, self._weights, self._arrived
         return Call(
-            self.modules["attention"].decode_attention,
+            self.modules["decode"].decode_attention,
             (sequences, layout.kv_heads, splits),
             (qkv, query_gain, key_gain, out, *scratch, keys, self.rotary.cos, self.rotary.sin, *columns, *sizes),
             {
@@ -290,7 +267,7 @@ class TritonOps:
         layout, heads = self.pool.layout, self.config.heads
         columns = self.rotary.cos, self.rotary.sin, step.positions, step.pages
         return Call(
-            self.modules["attention"].rotate_and_write,
+            self.modules["prefill"].rotate_and_write,
             (qkv.shape[0], 1, 1),
             (qkv, *of_layer.tensors, *columns, self._norm_eps, self._page_stride, self._head_stride),
             {
@@ -320,7 +297,7 @@ class TritonOps:
         rows, tile, warps, stages = self.paged_shape(layout.head_dim, self.pool.dtype)
         columns = step.query_start, step.lengths, step.tables
         return Call(
-            self.modules["attention"].prefill_attention,
+            self.modules["prefill"].prefill_attention,
             (-(-step.longest // rows), heads, step.lengths.shape[0]),
             (qkv, out, keys, *columns, step.width, self._scale, self._page_stride, self._head_stride),
             {
@@ -344,7 +321,7 @@ class TritonOps:
         laid, descriptors = self._laid_out(step.laid_out, tile)
         places = step.starts, step.lengths, step.tables, step.width, step.laid_out
         gather = Call(
-            self.modules["attention"].gather_pages,
+            self.modules["prefill"].gather_pages,
             (-(-step.longest_context // ROW_BLOCK), layout.kv_heads, chunks),
             (keys, *laid, *places, self._page_stride, self._head_stride),
             {"DIM": layout.head_dim, **self._pages, "TILE": ROW_BLOCK},
@@ -353,11 +330,11 @@ class TritonOps:
         columns = step.query_start, step.lengths, step.starts, step.laid_out, self._scale
         shape = {"HEADS": heads, "GROUP": self._group}
         if self._hopper:
-            kernel = self.modules["hopper"].attend
+            kernel = self.modules["hopper_prefill"].attend
             longest, dim = step.longest, layout.head_dim
             return gather, hopper.attend_call(kernel, qkv, descriptors, out, columns, longest, dim, shape, stages)
         attend = Call(
-            self.modules["attention"].prefill_gathered,
+            self.modules["prefill"].prefill_gathered,
             (-(-step.longest // rows), heads, chunks),
             (qkv, out, *descriptors, *columns),
             {**shape, "DIM": layout.head_dim, "ROWS": rows, "TILE": tile},
@@ -416,15 +393,3 @@ def _describe(tensor: Tensor, block: list[int]) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor  # pyright: ignore[reportMissingImports]
 
     return TensorDescriptor.from_tensor(tensor, block)
-
-
-def paged_shape(dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """(query rows, tokens, warps, stages) of a program of prefill attention through the block table."""
-    if dtype == torch.float32 or dim > 128:
-        return 32, 32, 4, 2
-    return 64, 64, 4, 2
-
-
-def gathered_shape() -> tuple[int, int, int, int]:
-    """Likewise over sequences that are laid out."""
-    return 64, 64, 4, 3
