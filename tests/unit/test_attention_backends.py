@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from slipstream.errors import ConfigError
 from slipstream.run.attention import PagedPool
 from slipstream.run.cuda import backends
 from slipstream.run.cuda.kernels.twins import TorchOps
-from slipstream.run.cuda.runner import CudaRunner
+from slipstream.run.cuda.runner import CudaRunner, why_not
 from slipstream.run.engine_model import open_model
 from slipstream.run.runner import Runner
 
@@ -55,6 +57,20 @@ def test_flashinfer_says_what_it_lacks(folder: Path, monkeypatch: pytest.MonkeyP
     assert "bfloat16 and float16 KV" in reason((9, 0), "fp8", torch.bfloat16)
     assert "bfloat16 and float16 KV" in reason((9, 0), "float32", torch.float32)
     assert "heads of 16" in reason((9, 0), "bfloat16", torch.bfloat16)
+
+
+def test_the_kernels_say_what_a_card_lacks(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
+    model = load_model(folder)
+
+    def reason(capability: tuple[int, int], kv_dtype: str) -> str:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        return why_not(model, model.config.layout(8, kv_dtype))
+
+    assert "8.0 or newer" in reason((7, 5), "float16")
+    assert "fp8 from compute capability 8.9" in reason((8, 0), "fp8")
+    for capability, kv_dtype in (((8, 0), "bfloat16"), ((8, 9), "fp8"), ((9, 0), "fp8")):
+        assert "heads of 16" in reason(capability, kv_dtype)  # the next thing that it looks at
 
 
 class Ops(TorchOps):

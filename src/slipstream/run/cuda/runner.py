@@ -50,8 +50,11 @@ def why_not(model: Llama, layout: KVLayout) -> str:
         import triton  # pyright: ignore[reportMissingImports] # noqa: F401
     except ImportError:
         return "triton is not installed (pip install 'slipstream[gpu]')"
-    if torch.cuda.get_device_capability(model.device) < (8, 0):
+    capability = torch.cuda.get_device_capability(model.device)
+    if capability < (8, 0):
         return "the kernels need compute capability 8.0 or newer"
+    if layout.dtype == "fp8" and capability < (8, 9):
+        return "the kernels read keys and values of fp8 from compute capability 8.9 on"
     if layout.head_dim not in HEAD_DIMS:
         return f"heads of {layout.head_dim} numbers have no kernel (there is one for {HEAD_DIMS})"
     return ""

@@ -1,6 +1,6 @@
 """Products of few rows on Hopper, written in Triton's lower language, Gluon.
 
-`few_rows` is a product with up to 128 rows, as decode steps have: it streams weights and little else. The tensor copy
+`few_rows` is a product with up to 64 rows, as decode steps have: it streams weights and little else. The tensor copy
 engine fetches tiles of weights several steps ahead, and the first of them before the kernel in front has ended, so
 that memory does not rest between kernels. Weights are the left side (their rows fill the matrix units' 64), the few
 rows of x the right one. Where outputs are too few to fill the chip the inner dimension is divided among programs; the
