@@ -13,6 +13,7 @@ from slipstream.bench.endpoint import choose
 from slipstream.bench.pools import POISON, HostBenchPool
 from slipstream.bench.report import Conditions, TransferReport, TransferRow, size_text, transfer_table, write_json
 from slipstream.bench.transfer import (
+    Case,
     Child,
     EngineLost,
     Options,
@@ -21,8 +22,11 @@ from slipstream.bench.transfer import (
     parse_size,
     pool_bytes,
     run,
+    spread,
+    unmeasured,
 )
 from slipstream.errors import ConfigError
+from slipstream.transfer import transports
 
 PAGE = 64
 COUNT = 10
@@ -87,6 +91,45 @@ def test_shared_memory_is_measured_and_verified_by_two_processes(tmp_path: Path)
     assert len(said) == len(report.rows)
     write_json(report, tmp_path / "report.json")
     assert msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=TransferReport) == report
+
+
+def test_a_budget_that_is_too_short_goes_to_transports_first_and_to_sizes_evenly(tmp_path: Path):
+    options = Options(engines=("memmove", "shm"), sizes=(1024, 4096, 16384), batch_bytes=1 << 20, budget_s=1e-3)
+    said: list[str] = []
+    report = run(options, tmp_path, said.append)
+    assert [(row.engine, row.page, row.problem) for row in report.rows] == [("shm", 1 << 20, "")]
+    notes = "\n".join(report.notes)
+    assert "shm: 1 of 4 cases were measured in its share of the budget of 0.001 s" in notes
+    assert "memmove was not measured: the budget of 0.001 s is used up" in notes
+    assert "warning" not in notes
+    assert {note for note in report.notes if "measured" in note} <= set(said)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 13])
+def test_every_beginning_of_the_order_of_cases_covers_the_sizes_evenly(count: int):
+    cases = [Case(1 << number, 1, False) for number in range(count)]
+    order = spread(cases)
+    assert sorted(order, key=cases.index) == cases
+    if count == 13:
+        assert [cases.index(case) for case in order[:5]] == [12, 0, 6, 3, 9]
+
+
+def test_a_package_that_is_not_installed_is_named_as_missing_and_no_transport_at_all_is_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(transports.__dict__, "PACKAGES", {"mooncake": ("no_package_of_this_name",)})
+    wish = ["--engines", "mooncake-tcp,raw", "--batch", "64K", "--sizes", "4K", "--case-seconds", "0.01"]
+    result = CliRunner().invoke(command, [*wish, "--memory", "cpu,cpu"])
+    assert result.exit_code == 1
+    assert "mooncake-tcp was not measured: the package 'mooncake' is not installed" in result.output
+    assert result.output.count("slipstream[mooncake]") == 2  # as it happens, and below the table
+    assert "warning: no transport was measured" in result.output
+
+
+def test_who_asks_for_no_transport_is_not_warned_of_none(tmp_path: Path):
+    report = run(Options(engines=("raw",), sizes=(4096,), batch_bytes=1 << 16, case_s=0.01), tmp_path, lambda text: None)
+    assert not unmeasured(("raw",), report)
+    assert not any("warning" in note for note in report.notes)
 
 
 def test_an_engine_that_cannot_be_used_is_a_note_and_the_others_go_on(tmp_path: Path):

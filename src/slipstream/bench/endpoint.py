@@ -95,7 +95,8 @@ class Endpoint:
         cpu = time.process_time() - cpu
         latency = []
         began = time.perf_counter()
-        while len(latency) < LATENCY_SAMPLES and time.perf_counter() - began < LATENCY_SECONDS:
+        limit = min(LATENCY_SECONDS, seconds)
+        while not latency or (len(latency) < LATENCY_SAMPLES and time.perf_counter() - began < limit):
             latency.append(_timed(engine, single))
         latency.sort()
         many = None

@@ -137,7 +137,7 @@ def transfer_table(report: TransferReport) -> Table:
 def print_transfer(report: TransferReport, console: Console) -> None:
     console.print(transfer_table(report))
     for note in report.notes:
-        console.print(note, highlight=False)
+        console.print(note, highlight=False, markup=False)
 
 
 def load_transfer(path: Path) -> TransferReport:

@@ -4,6 +4,10 @@ For every engine that exists here (slipstream's transports, the raw copy, the pa
 directly) two fresh processes are started, each with a pool; pages of each size, scattered on both sides, and one
 contiguous block are moved in both directions. The receiver checks every byte, those that should not have changed too.
 This process only conducts: it passes the greetings on, asks for one case at a time, and kills a pair that is silent.
+
+The budget is shared out: what is left of it is divided among the engines that are left, transports before the copies
+they are compared with, and each takes its cases from an even coverage of the sizes, in less time each where time is
+short. Its first case is always measured.
 """
 
 from __future__ import annotations
@@ -35,9 +39,14 @@ from slipstream.bench.report import (
     write_json,
 )
 from slipstream.errors import ConfigError, MissingExtra, SlipstreamError
+from slipstream.transfer.transports import missing_package
 
 DEFAULT_SIZES = tuple(1 << shift for shift in range(10, 22))
 SETUP_S = 120.0  # importing torch and compiling kernels included
+BASELINES = ("raw", "memmove")  # copies inside one process, which transports are compared with
+PHASES = 3  # of a case: batches one at a time, several under way, single pages
+SHORTEST_CASE_S = 0.02
+LEAST_CASES = 3  # what an engine of fewer counts for when the budget is shared out: starting it takes time too
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,8 +131,7 @@ class Child:
 
 def run(options: Options, folder: Path, say: Callable[[str], None] = print) -> TransferReport:
     """Runs all of it; `folder` takes the logs. Raises ConfigError when something is asked for that does not exist."""
-    kind = memory_kind(options.memory)
-    chosen = options.engines or tuple(name for name, engine in ENGINES.items() if kind in engine.memory)
+    chosen = chosen_engines(options)
     for name in chosen:
         if name not in ENGINES:
             raise ConfigError(f"there is no engine {name!r}; there are {', '.join(ENGINES)}")
@@ -139,13 +147,55 @@ def run(options: Options, folder: Path, say: Callable[[str], None] = print) -> T
         notes=[],
         rows=[],
     )
-    end = time.monotonic() + options.budget_s
+    usable = []
     for name in chosen:
-        if time.monotonic() > end:
-            report.notes.append(f"{name} was not measured: the budget of {options.budget_s:.0f} s is used up")
+        if missing := missing_package(_package(name)):
+            _note(f"{name} was not measured: {missing.message}", report, say)
+        else:
+            usable.append(name)
+    usable.sort(key=lambda name: name in BASELINES)
+    end = time.monotonic() + options.budget_s
+    for number, name in enumerate(usable):
+        left = end - time.monotonic()
+        if left <= 0:
+            _note(
+                f"{name} was not measured: the budget of {options.budget_s:g} s is used up. Give more with --budget.",
+                report,
+                say,
+            )
             continue
-        _measure_engine(name, options, folder, end, report, say)
+        weights = [max(LEAST_CASES, len(_cases(other, options))) for other in usable[number:]]
+        share = time.monotonic() + left * weights[0] / sum(weights)
+        _measure_engine(name, options, folder, share, report, say)
+    report.rows.sort(
+        key=lambda row: (chosen.index(row.engine), row.contiguous, row.page, options.directions.index(row.direction))
+    )
+    if unmeasured(chosen, report):
+        _note("warning: no transport was measured; the lines above say why.", report, say)
     return report
+
+
+def chosen_engines(options: Options) -> tuple[str, ...]:
+    kind = memory_kind(options.memory)
+    return options.engines or tuple(name for name, engine in ENGINES.items() if kind in engine.memory)
+
+
+def unmeasured(chosen: Sequence[str], report: TransferReport) -> bool:
+    """Whether transports were to be measured and none could be."""
+    measured = {row.engine for row in report.rows if not row.problem}
+    transports = [name for name in chosen if name not in BASELINES]
+    return bool(transports) and measured.isdisjoint(transports)
+
+
+def _note(text: str, report: TransferReport, say: Callable[[str], None]) -> None:
+    report.notes.append(text)
+    say(text)
+
+
+def _package(name: str) -> str:
+    """The package or transport of slipstream that an engine drives."""
+    kind = ENGINES[name]
+    return kind.driver if kind.driver != "slipstream" else kind.transport or name
 
 
 def _measure_engine(
@@ -155,21 +205,27 @@ def _measure_engine(
     pair = [Child(environment, folder / f"{name}-{side}.log") for side in ("source", "target")]
     try:
         directions = _set_up(pair, name, options, report)
-        for case in _cases(name, options):
-            for direction in options.directions:
-                if direction not in directions:
-                    continue
-                if time.monotonic() > end:
-                    raise EngineLost("the time for the whole benchmark is used up")
-                row = _measure(pair, name, case, direction, options)
-                report.rows.append(row)
-                say(_line(row))
+        cases = [
+            (case, way) for case in spread(_cases(name, options)) for way in options.directions if way in directions
+        ]
+        for number, (case, direction) in enumerate(cases):
+            left = end - time.monotonic()
+            if number and left <= 0:
+                _note(
+                    f"{name}: {number} of {len(cases)} cases were measured in its share of the budget of "
+                    f"{options.budget_s:g} s. Give more with --budget, or ask for fewer with --sizes.",
+                    report,
+                    say,
+                )
+                break
+            seconds = min(options.case_s, max(SHORTEST_CASE_S, left / (len(cases) - number) / PHASES))
+            row = _measure(pair, name, case, direction, seconds, options)
+            report.rows.append(row)
+            say(_line(row))
         for child in pair:
             child.ask("end", options.limit_s)
     except EngineLost as error:
-        note = f"{name}: {error.message}"
-        report.notes.append(note)
-        say(note)
+        _note(f"{name}: {error.message}", report, say)
     finally:
         for child in pair:
             child.kill()
@@ -202,13 +258,26 @@ def _cases(name: str, options: Options) -> list[Case]:
     return block if name == "raw" else [*scattered, *block]
 
 
+def spread(cases: Sequence[Case]) -> list[Case]:
+    """The same cases in an order whose every beginning covers them evenly: both ends, the middle, the quarters..."""
+    if len(cases) < 3:
+        return list(reversed(cases))
+    found, gaps = [len(cases) - 1, 0], [(0, len(cases) - 1)]
+    for first, last in gaps:  # which grows meanwhile
+        middle = (first + last) // 2
+        if first < middle < last:
+            found.append(middle)
+            gaps += [(first, middle), (middle, last)]
+    return [cases[index] for index in found]
+
+
 def pool_bytes(options: Options) -> int:
     """Twice the batch, so that pages lie scattered; whole pages of every size."""
     largest = max((*options.sizes, 4096))
     return -(-2 * options.batch_bytes // largest) * largest
 
 
-def _measure(pair: list[Child], name: str, case: Case, direction: str, options: Options) -> TransferRow:
+def _measure(pair: list[Child], name: str, case: Case, direction: str, seconds: float, options: Options) -> TransferRow:
     source, target = pair
     giver, taker = (source, target) if direction == "push" else (target, source)
     seed = random.randrange(1 << 40)
@@ -217,10 +286,10 @@ def _measure(pair: list[Child], name: str, case: Case, direction: str, options: 
     taker.ask("poison", options.limit_s)
     before = target.ask("cpu", options.limit_s)["cpu"]
     batch = {"page": case.page, "pages": case.pages, "contiguous": case.contiguous}
-    answer = source.ask("run", options.limit_s, direction=direction, mine=1, theirs=2, seconds=options.case_s, **batch)
+    answer = source.ask("run", options.limit_s, direction=direction, mine=1, theirs=2, seconds=seconds, **batch)
     others = target.ask("cpu", options.limit_s)["cpu"] - before
     here, there = (2, 1) if direction == "push" else (1, 2)
-    if name not in ("raw", "memmove") or options.memory[0] != "cpu":  # there these stay inside one process
+    if name not in BASELINES or options.memory[0] != "cpu":  # there these stay inside one process
         row.problem = taker.ask("check", options.limit_s, here=here, there=there, seed=seed, **batch)["wrong"]
         row.verified = not row.problem
     answer["cpu_s_per_gb"] += others / (answer.pop("moved") / 1e9)
@@ -283,7 +352,7 @@ def parse_size(text: str) -> int:
 @click.option("--directions", default="push,pull", show_default=True)
 @click.option("--case-seconds", default=0.5, show_default=True, help="How long a case is repeated, roughly.")
 @click.option("--limit", default=30.0, show_default=True, help="Seconds after which an engine is taken for hung.")
-@click.option("--budget", default=3600.0, show_default=True, help="Seconds for everything.")
+@click.option("--budget", default=3600.0, show_default=True, help="Seconds for everything, shared by all engines.")
 @click.option("--programs", default=64, show_default=True, help="Thread blocks of the copy kernel of cuda_ipc.")
 @click.option("--depth", default=4, show_default=True, help="Batches under way at once in the figure `in flight`.")
 @click.option("--logs", type=click.Path(path_type=Path), default=None, help="Folder for the processes' output.")
@@ -347,5 +416,7 @@ def command(
     print_transfer(report, console)
     if json_path:
         write_json(report, json_path)
-    if plot:
+    if any(row.gbps for row in report.rows) and plot:
         plot_transfer(report, plot)
+    if unmeasured(chosen_engines(options), report):
+        sys.exit(1)

@@ -6,10 +6,12 @@ What cannot be imported or used here is not an error but a reason, which the rou
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from slipstream.errors import RouteUnavailable
+from slipstream.errors import MissingExtra, RouteUnavailable
 from slipstream.transfer.transports.base import Context, Transport
 
 MODULES: Mapping[str, str] = MappingProxyType(
@@ -18,6 +20,19 @@ MODULES: Mapping[str, str] = MappingProxyType(
         for name in ("local", "cuda_ipc", "shm", "nixl", "mooncake", "tcp", "fake")
     }
 )
+
+PACKAGES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"nixl": ("nixl", "nixl_cu13", "nixl_cu12"), "mooncake": ("mooncake",)}
+)
+"""What transports over other projects' packages import: any one of these."""
+
+
+def missing_package(name: str) -> MissingExtra | None:
+    """The error that says how to install what the transport `name` needs, when none of it is; imports nothing."""
+    modules = PACKAGES.get(name, ())
+    if not modules or any(module in sys.modules or importlib.util.find_spec(module) for module in modules):
+        return None
+    return MissingExtra(name, name)
 
 
 def load(name: str, context: Context, modules: Mapping[str, str] = MODULES) -> Transport:
