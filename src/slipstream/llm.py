@@ -31,6 +31,7 @@ from slipstream.engine.worker import Worker
 from slipstream.errors import ConfigError, ContextTooLong, EngineFailure, InvalidRequest
 from slipstream.front.ask import checked_sampling, messages_of
 from slipstream.front.tokenizer import Tokenizer, load_tokenizer
+from slipstream.launch.checks import refuse_ranks, refuse_transport
 from slipstream.launch.devices import this_machine
 from slipstream.launch.offline import Answer, Background, Bar, Completion
 from slipstream.launch.spec import Placement, place, refuse_idle_transport
@@ -75,6 +76,8 @@ class LLM:
         machine = this_machine()
         placements = place(machine, str(prefill or ""), str(decode or ""), str(both), engine.device, engine.tp)
         refuse_idle_transport(placements, transfer.transport)
+        refuse_transport(transfer.transport, [name for placement in placements for name in placement.devices])
+        refuse_ranks(engine, [placement.tp for placement in placements])
         self._closing = ExitStack()
         self._finalizer = weakref.finalize(self, self._closing.close)
         _at_the_end(self._finalizer)

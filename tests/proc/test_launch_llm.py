@@ -14,7 +14,7 @@ from tests.unit.tiny_models import tiny_model
 
 import slipstream
 from slipstream import LLM, SamplingParams
-from slipstream.errors import ConfigError, ContextTooLong, EngineFailure, InvalidRequest, ModelError, SlipstreamError
+from slipstream.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, SlipstreamError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=12, ignore_eos=True)
@@ -208,7 +208,7 @@ def test_one_that_is_left_to_the_end_of_the_program_is_closed_without_a_word(tin
 
 
 def test_a_transport_that_serves_no_pair_is_an_error_with_its_reason(tiny: str):
-    with pytest.raises(EngineFailure, match=r"'cuda_ipc'.*does not serve"):
+    with pytest.raises(ConfigError, match="cuda_ipc moves memory of GPUs, and all workers here are on the CPU"):
         LLM(tiny, prefill=1, decode=1, transport="cuda_ipc", **SMALL)
 
 

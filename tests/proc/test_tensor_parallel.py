@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -109,6 +110,14 @@ def test_a_number_of_ranks_that_does_not_divide_the_model_is_refused_before_it_i
 ) -> None:
     with pytest.raises(ConfigError, match=r"4 heads, 2 KV heads .* among 3 ranks; --tp may be 1, 2, 4 for it"):
         LLM(str(folders["llama"]), both="tp3@cpu", **SETTINGS)
+
+
+def test_ranks_that_still_load_when_their_worker_is_refused_end_without_a_warning(
+    folders: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ConfigError, match="needs an NVIDIA GPU"):
+        LLM(str(folders["llama"]), both="tp2@cpu", **{**SETTINGS, "attention_backend": "triton"})
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_a_transport_that_does_not_reach_every_rank_is_refused_with_the_reason(folders: dict[str, Path]) -> None:

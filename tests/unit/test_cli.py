@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from slipstream.transfer.transports import missing_package
 from slipstream.version import __version__
 
 
@@ -110,6 +111,36 @@ def test_a_wrong_worker_address_is_one_sentence():
     assert result.returncode == 2
     assert "'ftp://x' is not a worker's address" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("command", [["serve"], ["worker"], ["generate", "smollm2", "Hello"]])
+def test_ranks_that_cannot_share_the_model_are_refused_before_anything_is_started(command: list[str]):
+    result = slipstream(*command, "--tp", "2", "--device", "cpu")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert "9 heads, 3 KV heads" in result.stderr
+    assert "--tp may be 1, 3 for it" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["serve", "worker"])
+@pytest.mark.parametrize("transport", ["nixl", "mooncake"])
+def test_a_transport_without_its_package_is_refused_with_how_to_install_it(command: str, transport: str):
+    if not missing_package(transport):
+        pytest.skip(f"{transport} is installed here")
+    result = slipstream(command, "--transport", transport, "--port", "0")
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert f"pip install 'slipstream[{transport}]'" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["serve", "worker"])
+def test_a_transport_of_gpus_is_refused_where_all_workers_are_on_the_cpu(command: str):
+    result = slipstream(command, "--transport", "cuda_ipc", "--device", "cpu", "--port", "0")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: --transport cuda_ipc moves memory of GPUs")
 
 
 def test_a_model_given_twice_is_refused():

@@ -87,6 +87,7 @@ class Peers:
         self._closing = False
         self._routes: dict[str, list[wire.RouteReport]] = {}  # peer id -> a report for each pair of ranks
         self._unreached: dict[str, wire.RouteReport] = {}  # wire address -> why there is no route to it
+        self._gone: dict[str, str] = {}  # peer id -> why the last link that it opened has ended
 
     def send(self, peer: str, message: wire.Message, *, as_source: bool) -> None:
         """Sends to a live peer; a lost one is reported to the engine by its reader, so nothing is said here."""
@@ -297,8 +298,11 @@ class Peers:
                 await probes.handle(message)
         finally:
             await probes.close()
-            level = logging.DEBUG if self._closing else logging.INFO
-            logger.log(level, "prefill worker gone: %s", link.lost_because or f"{link.label}: this worker ends")
+            because = link.lost_because or f"{link.label}: this worker ends"
+            again = self._gone.get(peer) == because  # it tries anew what it was refused, and fails as before
+            self._gone[peer] = because
+            level = logging.DEBUG if self._closing or again else logging.INFO
+            logger.log(level, "prefill worker gone: %s", because)
             await self._source_lost(peer)
             self._served.pop(peer, None)
             ended.set()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from slipstream.errors import ModelError
+from slipstream.errors import ConfigError, ModelError
 from slipstream.kv.layout import ITEM_BYTES, KVLayout, head_range
 from slipstream.model.files import ModelFiles, read_json
 
@@ -131,6 +131,23 @@ def read_config(files: ModelFiles) -> ModelConfig:
         config = _from_folder(Path(files.folder))
     _check(config)
     return msgspec.structs.replace(config, weights_digest=files.digest())
+
+
+def refuse_indivisible(config: ModelConfig, size: int) -> None:
+    """Raises ConfigError, with the sizes that would do, when `size` ranks cannot share this model."""
+    if _divides(config, size):
+        return
+    possible = [other for other in range(1, config.heads + 1) if _divides(config, other)]
+    raise ConfigError(
+        f"a model with {config.heads} heads, {config.kv_heads} KV heads and an intermediate width of "
+        f"{config.intermediate} cannot be divided among {size} ranks; --tp may be "
+        f"{', '.join(map(str, possible))} for it."
+    )
+
+
+def _divides(config: ModelConfig, size: int) -> bool:
+    heads = size >= 1 and config.heads % size == 0 and config.intermediate % size == 0
+    return heads and (config.kv_heads % size == 0 or size % config.kv_heads == 0)
 
 
 def _check(config: ModelConfig) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.kv.layout import HeadRange, head_range
-from slipstream.model.config import ModelConfig
+from slipstream.model.config import ModelConfig, refuse_indivisible
 
 
 class Parallel(Protocol):
@@ -155,20 +155,3 @@ class Shard:
                 return Part(0, self.vocab.first, self.vocab.size)
             case _:
                 return None
-
-
-def refuse_indivisible(config: ModelConfig, size: int) -> None:
-    """Raises ConfigError, with the sizes that would do, when `size` ranks cannot share this model."""
-    if _divides(config, size):
-        return
-    possible = [other for other in range(1, config.heads + 1) if _divides(config, other)]
-    raise ConfigError(
-        f"a model with {config.heads} heads, {config.kv_heads} KV heads and an intermediate width of "
-        f"{config.intermediate} cannot be divided among {size} ranks; --tp may be "
-        f"{', '.join(map(str, possible))} for it."
-    )
-
-
-def _divides(config: ModelConfig, size: int) -> bool:
-    heads = size >= 1 and config.heads % size == 0 and config.intermediate % size == 0
-    return heads and (config.kv_heads % size == 0 or size % config.kv_heads == 0)

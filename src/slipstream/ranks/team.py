@@ -392,6 +392,7 @@ class Team:
         """Ends all other ranks: told to where they listen, by force otherwise. May be called twice."""
         with self._lock:
             killed, again = self._closing, self._closed
+            killed |= len(self._ready) < len(self._followers)  # they still load: nothing of theirs has to be finished
             self._closing = self._closed = True
         if again:
             return
@@ -403,7 +404,7 @@ class Team:
             try:
                 follower.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                if self.lost is None:
+                if self.lost is None and not killed:
                     logger.warning("rank %d did not end in time; killing it", follower.rank)
                 follower.process.kill()
                 follower.process.wait()

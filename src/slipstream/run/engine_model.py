@@ -20,11 +20,11 @@ from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, PoolTooSmall
 from slipstream.kv.layout import HeadRange, KVLayout, head_range
 from slipstream.kv.pool import HostPool
-from slipstream.model.config import ModelConfig, read_config
+from slipstream.model.config import ModelConfig, read_config, refuse_indivisible
 from slipstream.model.files import ModelFiles, locate
 from slipstream.model.llama import Llama
 from slipstream.model.loader import Progress, load
-from slipstream.model.shard import Shard, refuse_indivisible
+from slipstream.model.shard import Shard
 from slipstream.run.device import (
     CHUNK_TOKENS,
     MIXED_CHUNK_TOKENS,
