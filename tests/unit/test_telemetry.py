@@ -388,6 +388,30 @@ def test_stages_are_told_apart_without_colour_by_the_marks_that_the_legend_names
     assert "!" in bar
 
 
+def bar_of(events: list[dict[str, Any]], total: float, name: str = "cmpl-1") -> str:
+    """The bar of a request, of 48 cells."""
+    row = drawn(draw.many([timeline(name, events=events, e2e_s=total)]), 200).splitlines()[1]
+    return row[row.index("p > d") + 5 :].strip()
+
+
+def test_the_stage_that_most_of_a_cell_went_to_is_drawn_and_a_short_one_is_still_seen() -> None:
+    short = [event("queued", "p", 0.0, 0.0001), event("prefill_chunk", "p", 0.0001, 0.31)]
+    short += [event("copy_chunk", "p", 0.31, 0.0007), event("decode_step", "d", 0.311, 0.589)]
+    assert re.fullmatch("·█{15}▒━{31}", bar_of(short, 0.9))
+    coarse = bar_of([*short, event("decode_step", "d", 0.9, 13.5)], 14.4)  # a cell is 0.3 s
+    assert re.fullmatch("█▒━{46}", coarse)
+    assert bar_of([*short[:3], event("finished", "router", 30.0, 0.0)], 30.0) == "█"
+    copies = [event("copy_chunk", "p", 0.02 * at, 0.0007) for at in range(1, 16)]
+    assert bar_of([short[1], *copies, short[3]], 0.9).count("▒") == 1
+
+
+def test_a_stage_takes_no_cell_that_another_one_cannot_spare() -> None:
+    events = [event("prefill_chunk", "p", 0.0, 0.3), event("copy_chunk", "p", 0.1, 0.001)]
+    assert bar_of([*events, event("finished", "router", 14.4, 0.0)], 14.4) == "█"
+    at_once = [event("prefill_chunk", "p", 0.0, 0.3), event("decode_step", "d", 0.0, 0.3)]
+    assert bar_of([*at_once, event("finished", "router", 14.4, 0.0)], 14.4) == "━"
+
+
 @pytest.mark.parametrize("width", [48, 60, 80, 120, 240])
 def test_many_requests_keep_their_ids_and_bars_on_a_narrow_terminal(width: int) -> None:
     name = "chatcmpl-86476fccc86471aeb21c2980"

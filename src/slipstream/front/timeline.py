@@ -22,6 +22,7 @@ from slipstream.front.answer import Answer
 from slipstream.front.backend import Backend, History
 from slipstream.front.exchange import Exchange
 from slipstream.telemetry import clock
+from slipstream.telemetry.silence import silences
 
 RECENT = 1000
 LIMIT = 50
@@ -130,16 +131,20 @@ class Stories:
         }
 
     async def timelines(self, stories: Sequence[Story]) -> list[msgspec.Raw]:
-        """Of each the summary with `events`, in order, and `missing` workers, as JSON; who had them is asked once."""
+        """Of each the summary with `events`, in order, `silences` between them, and `missing` workers, as JSON.
+
+        Who had them is asked once. What is under way is told up to the question: answers take their time.
+        """
         names = [name for story in stories for name in story.engine_ids[:MOST_CHOICES]]
+        asked = clock.now()
         history = await self._backend.history(names)
         told = []
         for story in stories:
-            told.append(msgspec.Raw(msgspec.json.encode(self._whole(story, history))))
+            told.append(msgspec.Raw(msgspec.json.encode(self._whole(story, history, asked))))
             await asyncio.sleep(0)  # a thousand of them must not hold up the answers under way
         return told
 
-    def _whole(self, story: Story, history: History) -> dict[str, Any]:
+    def _whole(self, story: Story, history: History, asked: float) -> dict[str, Any]:
         names = story.engine_ids[:MOST_CHOICES]
         events = list(self._own(story))
         for at, name in enumerate(names):
@@ -151,7 +156,9 @@ class Stories:
                 events.append(_event(event.name, event.where, start, event.duration_s, attributes))
         events.sort(key=lambda event: event["start_s"])
         gaps = {(gap["where"], gap["reason"]): gap for name in names for gap in history.missing.get(name, ())}
-        return {**self.summary(story), "events": events, "missing": list(gaps.values())}
+        end = asked - story.started if story.e2e_s is None else story.e2e_s
+        silent = silences(events, end, finished=story.state == "finished", lost=dict(gaps.keys()))
+        return {**self.summary(story), "events": events, "silences": silent, "missing": list(gaps.values())}
 
     def _own(self, story: Story) -> Iterable[dict[str, Any]]:
         numbers = counted(story.answer) if story.answer is not None else story.numbers

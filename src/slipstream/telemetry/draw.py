@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from slipstream.telemetry import silence
 
 BAR = 48
 FIXED = 48  # columns that times and names take
@@ -25,8 +27,9 @@ STYLES = {
     "received": "white", "placed": "white", "queued": "bright_black", "prefill_chunk": "cyan", "offer": "bright_black",
     "grant": "bright_black", "copy_chunk": "yellow", "commit": "yellow", "first_token": "bold magenta",
     "decode_step": "green", "resubmitted": "bold red", "failed": "bold red", "cancelled": "red", "finished": "white",
+    silence.NAME: "bold red",
 }  # fmt: skip
-STAGES = {  # event: mark, style, word of the legend; later ones are drawn over earlier ones
+STAGES = {  # event: mark, style, word of the legend
     "queued": ("·", "bright_black", "queued"),
     "prefill_chunk": ("█", "cyan", "prefill"),
     "copy_chunk": ("▒", "yellow", "KV copy"),
@@ -34,38 +37,61 @@ STAGES = {  # event: mark, style, word of the legend; later ones are drawn over 
 }
 TROUBLE = ("failed", "resubmitted", "cancelled")
 TROUBLE_MARK = ("!", "bold red", "failed, resubmitted or cancelled")
+SILENCE_MARK = ("?", "bold red", silence.NAME)
+MARKS = {**STAGES, silence.NAME: SILENCE_MARK}
 LONG, MOMENT = "─", "╹"  # marks of other events
 
 Timeline = dict[str, Any]
 
 
 def one(timeline: Timeline, width: int = 160) -> RenderableType:
-    """Every event of a request, with its bar."""
+    """Every event of a request, with its bar, and between them the stretches in which nothing was heard."""
     total = _length(timeline)
     bar = min(BAR, max(10, width - FIXED - FACTS))
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for title, right in (("at", True), ("for", True), ("where", False), ("event", False), ("", False), ("", False)):
         table.add_column(title, justify="right" if right else "left", no_wrap=True)
     table.columns[-1].no_wrap = False  # so that it is this one which makes room
-    for event in timeline["events"]:
+    for event in sorted(_all(timeline), key=lambda event: event["start_s"]):
         style = STYLES.get(event["name"], "white")
         table.add_row(
             _seconds(event["start_s"]),
             _seconds(event["duration_s"]) if event["duration_s"] else "",
             Text(_plain(event["where"])),
             Text(_plain(event["name"]), style=style),
-            _bar([(event["start_s"], event["duration_s"], _mark(event), style)], total, bar),
-            Text(_plain(_facts(event["attributes"])), style="dim"),
+            _strip(event, total, bar),
+            Text(
+                _plain(_heard_of(event) if event["name"] == silence.NAME else _facts(event["attributes"])), style="dim"
+            ),
         )
     parts: list[RenderableType] = [_headline(timeline), table]
     return Group(*parts, *(Text(line, style="red") for line in gaps([timeline])))
+
+
+def _all(timeline: Timeline) -> list[dict[str, Any]]:
+    """Its events and its silences, which a front of an earlier version does not tell."""
+    return [*timeline["events"], *timeline.get("silences", [])]
+
+
+def _strip(event: dict[str, Any], total: float, width: int) -> Text:
+    """Where an event lies in its request, as one cell at least."""
+    first, last = _cells(event["start_s"], event["duration_s"], total, width)
+    return Text.assemble(" " * first, (_mark(event) * (last - first), STYLES.get(event["name"], "white")))
 
 
 def _mark(event: dict[str, Any]) -> str:
     name = event["name"]
     if name in TROUBLE:
         return TROUBLE_MARK[0]
-    return STAGES[name][0] if name in STAGES else LONG if event["duration_s"] else MOMENT
+    return MARKS[name][0] if name in MARKS else LONG if event["duration_s"] else MOMENT
+
+
+def _heard_of(event: dict[str, Any]) -> str:
+    """What is known of a stretch in which nothing was heard."""
+    placed, reason = event["attributes"].get("placed_s"), event["attributes"].get("reason")
+    where = f"placed there at {_seconds(placed)} by the router" if placed is not None else ""
+    choice = event["attributes"].get("choice")
+    return "; ".join(part for part in (where, reason, f"choice {choice}" if choice is not None else "") if part)
 
 
 def many(timelines: Sequence[Timeline], width: int = 160) -> RenderableType:
@@ -88,16 +114,34 @@ def many(timelines: Sequence[Timeline], width: int = 160) -> RenderableType:
     table.add_column("")
     for timeline, row in zip(timelines, rows, strict=True):
         error = Text(_plain(timeline["error"] or ""), style="red")
-        table.add_row(*(Text(row[at]) for at in kept), _bar(_pieces(timeline, scale), scale.total, bar), error)
+        table.add_row(*(Text(row[at]) for at in kept), _bar(timeline, scale, bar), error)
     legend = Text.assemble("scale ", _seconds(scale.total), "   ")
     marks = list(STAGES.values())
     if any(event["name"] in TROUBLE for timeline in timelines for event in timeline["events"]):
         marks.append(TROUBLE_MARK)
+    if any(timeline.get("silences") for timeline in timelines):
+        marks.append(SILENCE_MARK)
     for mark, style, word in marks:
         legend.append_text(Text.assemble((mark, style), f" {word}   "))
     if scale.cut:
         legend.append(f"{_seconds(scale.cut)} without requests are left out")
-    return Group(table, legend, *(Text(line, style="red") for line in gaps(timelines)))
+    return Group(table, legend, *(Text(line, style="red") for line in [*_quiet(timelines), *gaps(timelines)]))
+
+
+def _quiet(timelines: Sequence[Timeline]) -> list[str]:
+    """A line for each place at which nothing was heard of requests: of how many, and of which the longest."""
+    found: dict[str, dict[str, float]] = {}
+    for timeline in timelines:
+        for gap in timeline.get("silences", []):
+            of = found.setdefault(gap["where"], {})
+            of[timeline["id"]] = max(of.get(timeline["id"], 0.0), gap["duration_s"])
+    lines: list[str] = []
+    for where, of in found.items():
+        name = max(of, key=lambda name: of[name])
+        many = f" of {len(of)} requests" if len(of) > 1 else ""
+        at_most = "up to " if len(of) > 1 else ""
+        lines.append(_plain(f"{where}: {silence.NAME}{many} for {at_most}{_seconds(of[name])} ({name})"))
+    return lines
 
 
 def gaps(timelines: Sequence[Timeline]) -> list[str]:
@@ -141,19 +185,55 @@ class _Scale:
         return at + min(moment, end) - begin
 
 
-def _pieces(timeline: Timeline, scale: _Scale) -> list[tuple[float, float, str, str]]:
-    created = timeline["created"]
-    pieces = [
-        (scale(created + event["start_s"]), event["duration_s"], mark, style)
-        for name, (mark, style, _) in STAGES.items()
-        for event in timeline["events"]
-        if event["name"] == name
-    ]
-    return pieces + [
-        (scale(created + event["start_s"]), 0.0, *TROUBLE_MARK[:2])
-        for event in timeline["events"]
-        if event["name"] in TROUBLE
-    ]
+def _bar(timeline: Timeline, scale: _Scale, width: int) -> Text:
+    """In each cell the stage that most of its time went to; trouble is drawn over everything.
+
+    A stage that would be seen nowhere has the cell with most of it, where another one can spare that. Cells that are
+    blank then are drawn as queued where a long event lies: it waited for a place, or for the other worker.
+    """
+    created, least = timeline["created"], silence.least(_length(timeline))
+    times: list[dict[str, float]] = [{} for _ in range(width)]
+    waits: set[int] = set()
+    for event in _all(timeline):
+        name, start, seconds = event["name"], scale(created + event["start_s"]), event["duration_s"]
+        first, last = _cells(start, seconds, scale.total, width)
+        if name in MARKS:
+            for cell in range(first, last):
+                here = _shared(start, seconds, cell, scale.total / width)
+                times[cell][name] = times[cell].get(name, 0.0) + here
+        elif seconds > least:
+            waits.update(range(first, last))
+    cells = [MARKS[name][:2] if name else (" ", "") for name in _winners(times)]
+    for cell in waits:
+        cells[cell] = STAGES["queued"][:2] if not times[cell] else cells[cell]
+    for event in timeline["events"]:
+        if event["name"] in TROUBLE:
+            cells[_cells(scale(created + event["start_s"]), 0.0, scale.total, width)[0]] = TROUBLE_MARK[:2]
+    return Text.assemble(*cells)
+
+
+def _cells(start: float, seconds: float, total: float, width: int) -> tuple[int, int]:
+    """The first cell of a stretch and the one behind its last; it has one at least."""
+    scale = width / total if total > 0 else 0.0
+    first = min(width - 1, max(0, int(start * scale)))
+    return first, min(width, max(first + 1, round((start + seconds) * scale)))
+
+
+def _shared(start: float, seconds: float, cell: int, cell_s: float) -> float:
+    """Seconds of a stretch that lie in a cell; what took no time, or lies there by rounding, counts as next to none."""
+    return max(1e-9, min(start + seconds, (cell + 1) * cell_s) - max(start, cell * cell_s))
+
+
+def _winners(times: Sequence[dict[str, float]]) -> list[str]:
+    """Of each cell the stage that is drawn there; of equal ones the later stage."""
+    order = list(MARKS)
+    drawn = [max(cell, key=lambda name: (cell[name], order.index(name)), default="") for cell in times]
+    whole = {name: sum(cell.get(name, 0.0) for cell in times) for name in order}
+    for name in sorted(set(order).difference(drawn), key=lambda name: -whole[name]):
+        spare = [at for at, cell in enumerate(times) if name in cell and drawn.count(drawn[at]) > 1]
+        if spare:
+            drawn[max(spare, key=lambda at: times[at][name])] = name
+    return drawn
 
 
 def _row(timeline: Timeline) -> tuple[str, ...]:
@@ -186,17 +266,6 @@ def _plain(text: str) -> str:
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
-def _bar(pieces: Iterable[tuple[float, float, str, str]], total: float, width: int) -> Text:
-    """Later pieces are drawn over earlier ones; each is at least one cell."""
-    cells: list[tuple[str, str]] = [(" ", "")] * width
-    scale = width / total if total > 0 else 0.0
-    for start, length, mark, style in pieces:
-        first = min(width - 1, max(0, int(start * scale)))
-        last = min(width, max(first + 1, round((start + length) * scale)))
-        cells[first:last] = [(mark, style)] * (last - first)
-    return Text.assemble(*cells)
-
-
 def _headline(timeline: Timeline) -> Text:
     text = Text.assemble((_plain(timeline["id"]), "bold"), _plain(f"  {timeline['model']}  {timeline['state']}"))
     text.append(
@@ -218,7 +287,7 @@ def _workers(timeline: Timeline) -> str:
 
 
 def _length(timeline: Timeline) -> float:
-    ends = [event["start_s"] + event["duration_s"] for event in timeline["events"]]
+    ends = [event["start_s"] + event["duration_s"] for event in _all(timeline)]
     return max([timeline["e2e_s"] or 0.0, *ends])
 
 

@@ -2,7 +2,8 @@
 
 One process a place (router, each worker), in it one track for what a request computes or waits for, one for its
 handoff, one for its copies. Slices of one track must not overlap halfway, so an event that would goes to a further
-track of the same name. An arrow leads from the commit of a prefill worker to the decode worker that takes over.
+track of the same name. A stretch in which nothing was heard is a slice at the worker that had the request. An arrow
+leads from the commit of a prefill worker to the decode worker that takes over.
 
 The format: "Trace Event Format", JSON object form: `X` complete events and `i` instants with `ts` (and `dur`) in
 microseconds, `M` metadata that names processes and threads, `s` and `f` for arrows.
@@ -29,6 +30,7 @@ def trace(timelines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         placed = [_placed(book, timeline["id"], event, shift) for event in timeline["events"]]
         events += placed
         events += _arrows(timeline["events"], placed)
+        events += [_placed(book, timeline["id"], silence, shift) for silence in timeline.get("silences", [])]
     events.sort(key=lambda event: event["ts"])
     return {
         "traceEvents": [*book.metadata(), *events],

@@ -8,13 +8,15 @@ const LEFT = 96;
 const KINDS = {
   received: "wait", placed: "wait", queued: "wait", prefill_chunk: "prefill", copy_chunk: "copy", offer: "hand", grant: "hand",
   commit: "hand", first_token: "decode", decode_step: "decode", finished: "end", failed: "bad", cancelled: "bad", resubmitted: "bad",
+  "nothing heard": "silent",
 };
 
 const kind = (event) => KINDS[event.name] ?? "wait";
 const endOf = (event) => (event.start_s ?? 0) + (known(event.duration_s) ? event.duration_s : 0);
 
 export function timelineOf(room, request, close) {
-  const events = (Array.isArray(request.events) ? request.events : []).filter((event) => known(event.start_s));
+  const told = [request.events, request.silences].flatMap((some) => (Array.isArray(some) ? some : []));
+  const events = told.filter((event) => known(event.start_s)).sort((one, other) => one.start_s - other.start_s);
   const facts = [["state", request.state], ["prompt", `${count(request.prompt_tokens)} tokens, ${count(request.cached_tokens)} cached`],
     ["output", `${count(request.output_tokens)} tokens`], ["first token", seconds(request.ttft_s)], ["total", seconds(request.e2e_s)],
     ["attempts", count(request.attempts)], ["ended by", request.finish_reason ?? request.error?.message ?? request.error ?? "–"]];
