@@ -11,7 +11,7 @@ import pytest
 from tests.unit import doctor_systems as systems
 from tests.unit.doctor_systems import cpu, files, packages
 
-from slipstream.doctor import case, run
+from slipstream.doctor import case, run, show
 from slipstream.doctor.checks import CHECKS
 from slipstream.doctor.system import NoAnswer, Package, System
 from slipstream.doctor.verdict import Result
@@ -206,12 +206,38 @@ def test_a_healthy_cluster_has_no_warning_and_no_failure():
 
 
 def test_without_a_cluster_nothing_of_it_applies():
-    assert {found.status for found in results(cpu(), *CLUSTER).values()} == {"not applicable"}
+    found = results(cpu(), *CLUSTER).values()
+    assert {result.status for result in found} == {"not applicable"}
+    assert {result.seen for result in found} == {
+        "looked for a server at http://127.0.0.1:8000 and found none; --url names another"
+    }
+
+
+def test_a_diagnosis_ends_with_where_a_cluster_was_looked_for_and_not_found():
+    def ending(system: System, **wish: str) -> str:
+        return show.text(run.diagnose(case.make(system, case.Wish(**wish)), [BY_ID[name] for name in CLUSTER]))
+
+    elsewhere = {"SLIPSTREAM_HOST": "::", "SLIPSTREAM_PORT": "8100"}
+    assert "\nRunning cluster: looked for a server at http://127.0.0.1:8100 and found none; --url" in ending(
+        cpu(environ=elsewhere)
+    )
+    assert "Running cluster: looked for no server" in ending(cpu(environ={"SLIPSTREAM_PORT": "0"}))
+    assert "looked for" not in ending(cluster(WORKER, DECODE), url="http://127.0.0.1:8000")
 
 
 def test_a_url_where_nobody_answers_is_one_failure():
     found = results(cpu(), *CLUSTER, url="http://127.0.0.1:8000")
     assert [r.id for r in found.values() if r.bad] == ["cluster.reachable"]
+
+
+def test_a_worker_that_was_never_linked_may_be_starting_and_one_that_was_has_ended():
+    new = {"url": "http://127.0.0.1:7002", "state": "connecting", "role": "both", "problem": "nobody listens there"}
+    remedy = checked(cluster(WORKER, new), "cluster.workers").remedy
+    assert "has just been started" in remedy
+    assert "why it ended" not in remedy
+    known = {**DECODE, "state": "connecting", "problem": "nobody listens there"}
+    for workers in ([WORKER, known], [new, known]):
+        assert "why it ended" in checked(cluster(*workers), "cluster.workers").remedy
 
 
 @pytest.mark.parametrize(

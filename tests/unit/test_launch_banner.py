@@ -6,6 +6,7 @@ import io
 import json
 import shlex
 
+import msgspec
 from rich.console import Console
 
 from slipstream.launch.banner import Member, banner, curl_line, why_no_route
@@ -60,6 +61,17 @@ def test_the_line_to_try_names_the_key_but_not_its_value():
     assert '"authorization: Bearer $SLIPSTREAM_API_KEY"' in line  # in double quotes, so that the shell fills it in
     assert "authorization" not in curl_line(URL, "m")
     assert "$SLIPSTREAM_API_KEY" in shown(member("both-0", "both"), with_key=True)
+
+
+def test_ranks_on_one_device_are_counted():
+    three = msgspec.structs.replace(member("both-0", "both"), devices=["cpu (x86_64)"] * 3)
+    assert " 3 x cpu (x86_64) " in shown(three)
+    two = msgspec.structs.replace(three, devices=["cuda:0 (H200)", "cuda:1 (H200)"])
+    assert " cuda:0 (H200), cuda:1 (H200) " in shown(two)
+
+
+def test_the_doctor_is_named_with_the_address_of_this_cluster():
+    assert f"slipstream doctor --url {URL}" in shown(member("both-0", "both"))
 
 
 def test_ways_between_gpus_are_not_explained_where_there_is_none():

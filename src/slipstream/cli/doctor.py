@@ -10,7 +10,9 @@ import click
 @click.command("doctor")
 @click.option("--model", metavar="MODEL", help="Check this model too: files, tokenizer, memory.")
 @click.option(
-    "--url", metavar="URL", help="Check the slipstream that runs there.  [default: the front's port, if in use]"
+    "--url",
+    metavar="URL",
+    help="Check the slipstream that runs there.  [default: the front's address of the settings, if one runs there]",
 )
 @click.option("--api-key", envvar="SLIPSTREAM_API_KEY", metavar="TEXT", help="Bearer token for URL, if it wants one.")
 @click.option("--config", "config_file", metavar="FILE", help="Check this TOML file of settings.")

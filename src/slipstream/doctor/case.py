@@ -93,9 +93,14 @@ class Case:
             return cluster.look(self.system.get, self.wish.url)
         if front.port == 0 or not self.system.bind(front.host, front.port):
             return None
-        host = "127.0.0.1" if front.host in ("", "0.0.0.0", "::") else front.host
-        found = cluster.look(self.system.get, f"http://{f'[{host}]' if ':' in host else host}:{front.port}")
+        found = cluster.look(self.system.get, self.front_url)
         return found if found.reachable else None
+
+    @property
+    def front_url(self) -> str:
+        """Where a slipstream with these settings listens."""
+        host = "127.0.0.1" if self.front.host in ("", "0.0.0.0", "::") else self.front.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.front.port}"
 
     @property
     def hardware(self) -> list[Nic]:

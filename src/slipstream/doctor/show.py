@@ -62,9 +62,11 @@ def _summary(found: Diagnosis) -> str:
     bad = [f"{found.count(status)} {word}" for status, word in (("fail", "failed"), ("warn", "warned"))]
     counts = {status: found.count(status) for status in _MARKS}
     rest = f"{counts['ok']} ok, {counts['not applicable']} do not apply, {counts['not checked']} not checked"
+    unseen = next((r for r in found.results if r.id == "cluster.reachable" and r.status == "not applicable"), None)
+    rest += f".\nRunning cluster: {unseen.seen}." if unseen else "."
     if not (found.count("fail") or found.count("warn")):
-        return f"Nothing is wrong: {rest}."
-    return f"{', '.join(bad)}; {rest}."
+        return f"Nothing is wrong: {rest}"
+    return f"{', '.join(bad)}; {rest}"
 
 
 def json_text(found: Diagnosis) -> str:

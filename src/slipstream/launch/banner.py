@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -91,7 +92,8 @@ def banner(
     if problems:
         parts.append("\n".join(problems))
     parts += ["try it:", curl_line(url, model, chats=chats, with_key=with_key)]
-    parts.append(f"see it: {url}/dashboard, slipstream timeline --url {url}. Ctrl-C ends it.")
+    see = f"see it: {url}/dashboard, slipstream timeline --url {url}"
+    parts.append(f"{see}\ncheck it: slipstream doctor --url {url}. Ctrl-C ends it.")
     return "\n" + "\n\n".join(parts) + "\n"
 
 
@@ -100,8 +102,14 @@ def _who(members: Sequence[Member], url: str, page_tokens: int, router_pid: int)
     rows.append(("router", "front", str(router_pid), "", url, "", ""))
     for m in members:
         tokens = f"{m.pages_total * page_tokens:,}"
-        rows.append((m.name, m.role, str(m.pid), ", ".join(m.devices), m.url, f"{m.pages_total:,}", tokens))
+        rows.append((m.name, m.role, str(m.pid), _devices(m.devices), m.url, f"{m.pages_total:,}", tokens))
     return _table(rows, right=(2, 5, 6))
+
+
+def _devices(names: Sequence[str]) -> str:
+    """Each device once, with the number of ranks where several are on it."""
+    counts = Counter(names)
+    return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts.items())
 
 
 def _how(routes: Sequence[tuple[Member, Member, RouteReport | None]], width: int) -> str:

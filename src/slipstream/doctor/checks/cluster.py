@@ -8,7 +8,6 @@ from slipstream.doctor.verdict import Remedy, Verdict, absent, check, fail, ok, 
 from slipstream.transfer.order import better
 from slipstream.wire import RouteReport
 
-_NONE = "no running slipstream (give --url)"
 _REACH = ("cluster.reachable",)
 _SLOW = ("tcp",)
 _FIELDS = {
@@ -29,7 +28,7 @@ _REMEDIES = {
 def reachable(case: Case) -> Verdict:
     found = case.cluster
     if found is None:
-        return absent(_NONE)
+        return _none(case)
     if found.reachable:
         return ok(f"{found.url}: {len(found.workers)} workers")
     return fail(
@@ -44,7 +43,7 @@ def reachable(case: Case) -> Verdict:
 def ready(case: Case) -> Verdict:
     found = case.cluster
     if found is None or not found.reachable:
-        return absent(_NONE)
+        return _none(case)
     if found.healthy:
         return ok("/health is 200")
     return fail(
@@ -59,16 +58,23 @@ def ready(case: Case) -> Verdict:
 def workers(case: Case) -> Verdict:
     members = _members(case)
     if not members:
-        return absent(_NONE)
+        return _none(case)
     ill = [f"{_name(worker)}: {worker.problem or worker.state}" for worker in members if worker.state != "live"]
     ill += [f"{_name(worker)}: {worker.problem}" for worker in members if worker.state == "live" and worker.problem]
     if not ill:
         return ok(some([f"{_name(worker)} ({worker.role})" for worker in members]))
+    new = all(worker.state == "connecting" and not worker.name for worker in members if worker.state != "live")
+    remedy = "check address and process of the worker; its log says why it ended (slipstream doctor --log)"
+    if new and not any(worker.problem for worker in members if worker.state == "live"):  # none was ever linked
+        remedy = (
+            "a worker that has just been started listens after some seconds and is then found: wait, and ask again. "
+            "If that does not help, check its address, whether its process runs, and its log (slipstream doctor --log)"
+        )
     return fail(
         "; ".join(ill[:4]),
         wanted="every worker live",
         why="what is not linked serves nothing; its requests go to the others or wait",
-        remedy="check address and process of the worker; its log says why it ended (slipstream doctor --log)",
+        remedy=remedy,
     )
 
 
@@ -76,7 +82,7 @@ def workers(case: Case) -> Verdict:
 def versions(case: Case) -> Verdict:
     found = sorted({worker.version for worker in _members(case) if worker.version})
     if not found:
-        return absent(_NONE)
+        return _none(case)
     if len(found) == 1:
         return ok(found[0])
     return warn(
@@ -91,7 +97,7 @@ def versions(case: Case) -> Verdict:
 def layouts(case: Case) -> Verdict:
     members = [worker for worker in _members(case) if worker.fingerprint_text]
     if len(members) < 2:
-        return absent(_NONE if not members else "one worker")
+        return absent("one worker") if members else _none(case)
     first, other = members[0], next((w for w in members if w.fingerprint_text != members[0].fingerprint_text), None)
     if other is None:
         return ok(first.fingerprint_text)
@@ -121,7 +127,7 @@ def _pairs(text: str) -> dict[str, str]:
 def routes(case: Case) -> Verdict:
     found = [(worker, route) for worker in _members(case) for route in worker.routes]
     if not found:
-        return absent("no routes between workers" if _members(case) else _NONE)
+        return absent("no routes between workers") if _members(case) else _none(case)
     broken = [(worker, route) for worker, route in found if route.error]
     if broken:
         worker, route = broken[0]
@@ -157,7 +163,8 @@ def namespaces(case: Case) -> Verdict:
     tree = case.system.tree
     here = [w for w in _members(case) if w.pid and w.host == case.system.hostname and tree.exists(f"/proc/{w.pid}")]
     if len(here) < 2:
-        return absent("fewer than two workers whose process is visible here" if _members(case) else _NONE)
+        few = "fewer than two workers whose process is visible here"
+        return absent(few) if _members(case) else _none(case)
     for kind, words in (("ipc", "IPC"), ("pid", "PID")):
         found = {worker.name: tree.real(f"/proc/{worker.pid}/ns/{kind}").rsplit("/", 1)[-1] for worker in here}
         known = {name: value for name, value in found.items() if "[" in value}
@@ -180,7 +187,7 @@ def namespaces(case: Case) -> Verdict:
 def books(case: Case) -> Verdict:
     found = case.cluster
     if found is None or not found.reachable:
-        return absent(_NONE)
+        return _none(case)
     if not found.faults:
         return ok("/audit finds nothing")
     return fail(
@@ -189,6 +196,15 @@ def books(case: Case) -> Verdict:
         why="this is a fault of slipstream itself",
         remedy="report it with the answer of /audit and the router's log; restart the router to go on",
     )
+
+
+def _none(case: Case) -> Verdict:
+    """There is no cluster whose answers could be judged, and where it was looked for."""
+    if case.cluster is not None:
+        return absent("it does not answer, or has no workers")
+    if case.front.port == 0:
+        return absent("looked for no server, since the port of the settings is 0; --url names one")
+    return absent(f"looked for a server at {case.front_url} and found none; --url names another")
 
 
 def _members(case: Case) -> tuple[Member, ...]:
