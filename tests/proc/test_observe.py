@@ -395,6 +395,36 @@ def test_a_stopped_worker_is_named_with_the_requests_whose_part_is_missing(clust
     assert re.search(rf"decode-0: its part of {len(concerned)} of \d+ requests is missing: {gap['reason']}", drawn)
 
 
+def test_a_request_that_waits_at_a_stopped_worker_tells_since_when_nothing_was_heard(cluster: Cluster) -> None:
+    stopped = [pid for name, pid in cluster.server.pids().items() if name in ("prefill-0", "decode-0")]
+    with ThreadPoolExecutor(1) as pool:
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            answer = pool.submit(cluster.complete, "unheard " + LONG, 4, {"x-request-id": "unheard"})
+
+            def waits() -> list[dict[str, Any]]:
+                status, body = cluster.server.get("/v1/requests/unheard/timeline")
+                return body["silences"] if status == 200 else []
+
+            (waiting,) = until(waits, "a stretch in which nothing was heard")
+            assert "nothing heard" in run_timeline(cluster, "unheard")
+            drawn = run_timeline(cluster)
+        finally:
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
+        assert len(answer.result()["choices"]) == 1
+    assert waiting["where"] in ("prefill-0", "decode-0")
+    assert waiting["attributes"]["reason"].endswith("the worker did not answer within 2 s")
+    assert "? nothing heard" in drawn
+    told = until(lambda: (found := cluster.timeline("unheard"))["missing"] == [] and found, "all workers to answer")
+    first = told["silences"][0]
+    assert (first["name"], first["where"]) == ("nothing heard", waiting["where"])
+    assert first["attributes"] == {"placed_s": waiting["attributes"]["placed_s"]}
+    assert first["duration_s"] >= waiting["duration_s"]
+    assert first["start_s"] == waiting["start_s"]
+
+
 def test_a_lost_worker_is_named_and_what_it_did_to_a_request_is_told(cluster: Cluster) -> None:
     """The last test of the module: the decode worker is another process behind it."""
     answer = cluster.complete("before " + LONG, 6)

@@ -128,6 +128,7 @@ def test_a_request_that_waited_unheard_is_drawn_with_a_mark_of_its_own(width: in
 
 
 def test_one_request_tells_its_silence_between_its_events() -> None:
+    assert "nothing heard" in drawn(draw.one(silent(), 80), 80)
     lines = drawn(draw.one(silent(), 160), 160).splitlines()
     at = next(at for at, line in enumerate(lines) if "nothing heard" in line)
     assert "placed" in lines[at - 1]
