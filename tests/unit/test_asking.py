@@ -192,6 +192,23 @@ def test_all_timelines_come_with_one_question_and_who_did_not_answer_is_said(
     assert MISSING in (result.stderr if arguments else result.stdout)
 
 
+def test_the_last_requests_of_a_window_are_asked_for_together_and_a_named_one_alone() -> None:
+    asked: list[str] = []
+
+    def answer(connection: socket.socket, over: threading.Event) -> None:
+        asked.append(connection.recv(65536).split(b" ")[1].decode())
+        connection.sendall(reply(json.dumps({"data": three_requests()[:2]}).encode()))
+
+    with listening(answer) as url:
+        result = CliRunner().invoke(cli, ["timeline", "--url", url, "--window", "7.5", "--last", "2", "--json"])
+    assert result.exit_code == 0, result.output
+    assert asked == ["/v1/requests?limit=2&events=true&window=7.5"]
+    for option in ("--last", "--window"):
+        result = CliRunner().invoke(cli, ["timeline", "cmpl-1", option, "2"])
+        assert result.exit_code == 2
+        assert "give one or the other" in result.output
+
+
 def test_what_is_piped_is_as_wide_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     def longest(columns: str | None) -> int:
         monkeypatch.delenv("COLUMNS", raising=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -31,7 +30,12 @@ SUMMARY = frozenset(
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True, metavar="URL", help="The front to ask.")
 @click.option("--api-key", envvar="SLIPSTREAM_API_KEY", metavar="TEXT", help="Bearer token for URL, if it wants one.")
 @click.option("--last", type=click.IntRange(1, MOST), metavar="N", help=f"The last N requests.  [default: {LAST}]")
-@click.option("--window", type=click.FloatRange(min=0.0), metavar="S", help="Those of the last S seconds.")
+@click.option(
+    "--window",
+    type=click.FloatRange(min=0.0),
+    metavar="S",
+    help="Those of the last S seconds; with --last, the last N of them.",
+)
 @click.option("--perfetto", metavar="FILE", help="Write a trace for ui.perfetto.dev and chrome://tracing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
@@ -53,10 +57,12 @@ def command(
     slipstream timeline chatcmpl-86476fccc86471aeb21c2980
     slipstream timeline --window 30 --perfetto trace.json
     """
-    if window is not None and not math.isfinite(window):
-        raise click.UsageError(f"--window {window:g} is no number of seconds.")
-    if sum(value is not None for value in (name, last, window)) > 1:
-        raise click.UsageError("ID, --last and --window exclude each other; give one of them.")
+    if window is not None and not 0 <= window <= 1e9:
+        raise click.UsageError(f"--window {window:g} is no number of seconds from 0 to 1e9.")
+    if name is not None and (last is not None or window is not None):
+        raise click.UsageError("ID names one request, --last and --window choose among all; give one or the other.")
+    if perfetto is not None:
+        outfile.check(Path(perfetto))
     client = _Client(url, api_key or "")
     timelines = [client.timeline(name)] if name is not None else client.several(last, window)
     if perfetto:
