@@ -29,24 +29,24 @@ def listening_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """The same for a server that a person starts: raises ConfigError that names the remedy."""
+def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
+    """The same for a server that a person starts: raises ConfigError that names the remedy, `flag` for another port."""
     try:
         return listening_socket(host, port)
     except socket.gaierror as error:
         raise ConfigError(f"--host {host}: this is no address of this machine ({error}).") from error
     except OSError as error:
-        raise ConfigError(_reason(host, port, error)) from error
+        raise ConfigError(_reason(host, port, flag, error)) from error
 
 
-def _reason(host: str, port: int, error: OSError) -> str:
+def _reason(host: str, port: int, flag: str, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"port {port} on {host} is in use by another program. Choose another with --port, or --port 0 for any."
+        return f"port {port} on {host} is in use by another program. Choose another with {flag}, or {flag} 0 for any."
     if error.errno == errno.EADDRNOTAVAIL:
         return f"--host {host}: this is no address of this machine. Use 127.0.0.1, or 0.0.0.0 for all addresses."
     if error.errno in (errno.EACCES, errno.EPERM):
-        return f"port {port} on {host} needs more rights than this process has. Choose a --port above 1023."
-    return f"cannot listen on {host} port {port}: {error.strerror}. Choose another --host or --port."
+        return f"port {port} on {host} needs more rights than this process has. Choose a {flag} above 1023."
+    return f"cannot listen on {host} port {port}: {error.strerror}. Choose another --host or {flag}."
 
 
 def url_of(host: str, port: int) -> str:

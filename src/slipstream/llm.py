@@ -37,7 +37,7 @@ from slipstream.launch.offline import Answer, Background, Bar, Completion
 from slipstream.launch.spec import Placement, place, refuse_idle_transport
 from slipstream.launch.watch import http_call
 from slipstream.router import Router
-from slipstream.settings import OFFLINE, nearest
+from slipstream.settings import OFFLINE, WORKER_SPECS, nearest
 from slipstream.transfer.transports.local import Neighbourhood
 from slipstream.types import Request, SamplingParams
 
@@ -353,7 +353,8 @@ def _configs(model: str, settings: dict[str, Any]) -> tuple[EngineConfig, Transf
     known = {setting.name for setting in OFFLINE if setting.section in given} - {"model"}
     for name, value in settings.items():
         if name not in known:
-            raise ConfigError(f"LLM has no setting {name!r} (docs/configuration.md lists them){nearest(name, known)}")
+            close = nearest(name, {*known, *WORKER_SPECS})
+            raise ConfigError(f"LLM has no setting {name!r} (docs/configuration.md lists them){close}")
         setting = OFFLINE[name]
         given[setting.section][name] = setting.check(value, f"LLM({name}=...)")
     return EngineConfig(**given["engine"]), TransferConfig(**given["transfer"])

@@ -170,6 +170,8 @@ def test_wrong_input_is_refused_before_any_work(split: LLM, prompts, sampling, e
 def test_wrong_settings_are_refused_by_name(tiny: str):
     with pytest.raises(ConfigError, match=r"'page_token'.*did you mean page_tokens\?"):
         LLM(tiny, page_token=8)
+    with pytest.raises(ConfigError, match=r"'prefil'.*did you mean prefill\?"):
+        LLM(tiny, prefil=1)
     with pytest.raises(ConfigError, match=r"page_tokens=.*from 1 to 1024"):
         LLM(tiny, page_tokens=0)
     with pytest.raises(ConfigError, match="nothing to transfer"):

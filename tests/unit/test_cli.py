@@ -8,7 +8,10 @@ import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 
+from slipstream.cli import generate
+from slipstream.cli.main import cli
 from slipstream.transfer.transports import missing_package
 from slipstream.version import __version__
 
@@ -87,11 +90,14 @@ def test_an_unknown_model_is_one_sentence(command: str):
 def test_a_port_in_use_is_one_sentence():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        for command in (["serve", "smollm2"], ["router"]):
+        for command in (["serve", "smollm2"], ["router"], ["worker", "smollm2"]):
             result = slipstream(*command, "--port", port)
             assert result.returncode == 2
             assert f"port {port} on 127.0.0.1 is in use" in result.stderr
-            assert "Traceback" not in result.stderr
+            assert result.stderr.count("\n") == 1
+        result = slipstream("worker", "smollm2", "--wire-port", port)
+        assert result.returncode == 2
+        assert "Choose another with --wire-port" in result.stderr
 
 
 def test_a_host_that_is_not_here_is_one_sentence():
@@ -109,8 +115,17 @@ def test_a_device_that_is_not_here_is_one_sentence():
 def test_a_wrong_worker_address_is_one_sentence():
     result = slipstream("router", "--port", "0", "--prefill", "ftp://x")
     assert result.returncode == 2
-    assert "'ftp://x' is not a worker's address" in result.stderr
-    assert "Traceback" not in result.stderr
+    assert result.stderr.startswith("error: 'ftp://x' is not a worker's address")
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_interrupt_ends_a_command_with_130_and_without_a_word(monkeypatch: pytest.MonkeyPatch):
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate.command, "callback", interrupted)
+    result = CliRunner().invoke(cli, ["generate", "smollm2", "Hello"])
+    assert (result.exit_code, result.output) == (130, "")
 
 
 @pytest.mark.parametrize("command", [["serve"], ["worker"], ["generate", "smollm2", "Hello"]])

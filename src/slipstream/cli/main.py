@@ -2,7 +2,7 @@
 
 A command's module is imported when that command runs, so that `--help` needs nothing but click, and the router's
 process never sees what only workers need. Errors that slipstream raises on purpose end as one sentence on standard
-error: exit code 2 for a wrong command line or setting, 1 for everything else.
+error: exit code 2 for a wrong command line or setting, 1 for everything else; Ctrl-C is 130, without a word.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import difflib
 import importlib
 import os
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -30,6 +30,7 @@ COMMANDS = {
     "version": "Print the versions of slipstream and of what it runs on.",
 }
 DEFAULT_COMMAND = "serve"
+INTERRUPTED = 130  # exit code, as of a process that SIGINT has ended
 
 
 class Commands(click.Group):
@@ -48,6 +49,12 @@ class Commands(click.Group):
             _refuse_misspelt_command(ctx, args)
             args = [DEFAULT_COMMAND, *args]
         return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            sys.exit(INTERRUPTED)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -11,6 +11,7 @@ from slipstream import logs
 from slipstream.cli.options import SettingsCommand, find_model, resolve
 from slipstream.config import EngineConfig, FrontConfig, LaunchConfig, ObserveConfig, TransferConfig, WorkerConfig
 from slipstream.lifeline import die_with_parent
+from slipstream.listen import listen
 from slipstream.settings import WORKER
 
 
@@ -37,6 +38,8 @@ def command(model_argument: str | None, parent_fd: int | None, **options: Any) -
     from slipstream.launch.worker_process import run_worker
 
     engine, transfer = resolved.config(EngineConfig), resolved.config(TransferConfig)
+    for flag, port in (("--port", worker.port), ("--wire-port", worker.wire_port)):
+        listen(worker.host, port, flag).close()  # it listens for good when torch is loaded, which takes long
     on_cpu = engine.device == "cpu" or (engine.device == "auto" and not this_machine().gpus)
     refuse_transport(transfer.transport, ["cpu" if on_cpu else engine.device])
     find_model(engine)

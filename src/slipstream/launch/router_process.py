@@ -41,7 +41,6 @@ def run_router(
     raise_open_files()
     sock = listen(front.host, front.port) if listen_fd is None else socket.socket(fileno=listen_fd)
     sock.setblocking(False)
-    logger.info("router listens at %s", url_of(front.host, sock.getsockname()[1]))
     service = TokenizerService(tokenizer=tokenizer)
     with asyncio.Runner(loop_factory=_new_loop) as runner:
         runner.run(_run(router, front, observe, sock, service, drain_s, accept_after_s))
@@ -68,6 +67,7 @@ async def _run(
     spans = open_tracing(observe.otlp_endpoint, "router")
     router = Router(config, spans=spans)
     await router.start()
+    logger.info("router listens at %s", url_of(front.host, sock.getsockname()[1]))
     try:
         app = create_app(router, service, front, observe, spans)
         if accept_after_s > 0:
