@@ -245,7 +245,7 @@ class Link(asyncio.Protocol):
                     break
                 messages.append(self._decoder(data[start + 4 : start + 4 + size]))
                 start += 4 + size
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             self._arrived(messages)
             self._end(f"{self.label} does not speak this protocol: {error}")
             logger.error("%s; closing the link", self.lost_because)

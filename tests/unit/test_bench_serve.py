@@ -206,6 +206,15 @@ async def found(server: FakeServer, **rest: Any) -> Target:
         client.close()
 
 
+async def test_probes_wait_no_longer_than_an_answer_may_take() -> None:
+    async def silent(call: Call) -> None:
+        await asyncio.Event().wait()
+
+    async with fake(silent) as server:
+        with pytest.raises(NoServer, match=r"no end of the answer within 0\.2 s"):
+            await found(server, patience_s=0.2)
+
+
 async def test_a_server_that_takes_everything_is_used_to_the_full() -> None:
     async with fake() as server:
         target = await found(server)

@@ -158,6 +158,7 @@ def test_a_stream_that_ends_in_order_without_the_word_done_is_whole() -> None:
         (b'{"error": "a string"}', "a string"),
         (b"<html>", "<html>"),
         (b"[1]", "[1]"),
+        (b"[" * 100_000, "[" * 200),
     ],
 )
 def test_error_bodies_of_all_shapes_have_a_message(body: bytes, message: str) -> None:
@@ -320,7 +321,7 @@ def test_addresses(url: str, expected: tuple[str, int, bool, str]) -> None:
     assert parse_url(url) == expected
 
 
-@pytest.mark.parametrize("url", ["", "ftp://x", "http://", "http://x:notaport"])
+@pytest.mark.parametrize("url", ["", "ftp://x", "http://", "http://x:notaport", "http://[::1", "[", "http://h:99999"])
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="is no address"):
         parse_url(url)

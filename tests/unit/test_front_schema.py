@@ -268,6 +268,11 @@ def test_earlier_tool_calls_reach_a_template_that_knows_them_as_objects() -> Non
         ({"role": "assistant", "content": "a", "audio": {"id": "x"}}, "messages[1].audio", "not supported"),
         ({"role": "assistant", "tool_calls": ["x"]}, "messages[1].tool_calls", "a list of tool calls"),
         ({"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}, "messages[1].tool_calls", "JSON"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 100_000}}]},
+            "messages[1].tool_calls",
+            "JSON",
+        ),
     ],
 )
 def test_a_wrong_message_is_named_by_its_place(message: Any, param: str, words: str) -> None:

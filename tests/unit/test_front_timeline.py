@@ -135,7 +135,11 @@ async def test_a_window_takes_what_was_under_way_in_it(monkeypatch: pytest.Monke
         assert len(await listed(h, "?window=50")) == 2
 
 
-@pytest.mark.parametrize("query", ["window=x", "window=-1", "window=nan", "window=inf", "events=yes", "events=1"])
+@pytest.mark.parametrize(
+    "query",
+    ["window=x", "window=-1", "window=nan", "window=inf", "window=1_0", "window=%201", "window=1%0a"]
+    + ["events=yes", "events=1"],
+)
 async def test_a_window_or_a_choice_that_is_none_is_refused(query: str) -> None:
     async with house(saying("a")) as h:
         status, body, _ = await h.request("GET", f"/v1/requests?{query}")

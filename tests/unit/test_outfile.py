@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -48,13 +50,36 @@ def test_a_plot_is_announced(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
 
 
 def test_what_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path):
-    for path, words in ((tmp_path, "it is a folder"), (tmp_path / "no" / "x.json", "there is no folder")):
+    for path, words in (
+        (tmp_path, "it is a folder"),
+        (Path(), "it is a folder"),
+        (tmp_path / "no" / "x.json", "there is no folder"),
+        (tmp_path / ("x" * 300), "too long"),
+    ):
         with pytest.raises(ConfigError, match=words):
             outfile.check(path)
         with pytest.raises(ConfigError, match="cannot write"):
             outfile.write(path, b"", "it")
     outfile.check(tmp_path / "new.json")
     assert os.listdir(tmp_path) == []
+
+
+def test_a_file_that_is_standard_output_goes_on_behind_what_is_there(tmp_path: Path):
+    program = "from pathlib import Path; from slipstream import outfile; print('table'); " + (
+        "outfile.write(Path('/dev/stdout'), b'{}\\n', 'the results')"
+    )
+    with (tmp_path / "out").open("wb") as out:
+        done = subprocess.run(
+            [sys.executable, "-c", program], stdout=out, stderr=subprocess.PIPE, text=True, check=True
+        )
+    assert (tmp_path / "out").read_text() == "table\n{}\n"
+    assert done.stderr == "wrote the results to /dev/stdout (3 bytes)\n"
+
+
+def test_an_empty_name_is_refused(tmp_path: Path):
+    for option in ("--save", "--svg", "--png"):
+        result = CliRunner().invoke(cli, ["topo", "--from", str(SEED), option, ""])
+        assert isinstance(result.exception, ConfigError), option
 
 
 @pytest.mark.parametrize(

@@ -325,7 +325,21 @@ async def test_bytes_come_in_any_pieces(ends: Ends) -> None:
         there.sendall(data[at : at + 613])
         await asyncio.sleep(0.002)
     assert await messages(here, 4) == sent
-    there.sendall((wire.MAX_FRAME + 1).to_bytes(4, "little"))
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        (wire.MAX_FRAME + 1).to_bytes(4, "little"),
+        b"\x04\x00\x00\x00" + b"\xc1" * 4,
+        (100_000).to_bytes(4, "little") + b"\x91" * 100_000,
+        (100_004).to_bytes(4, "little") + b"\x82\xa1x" + b"\x91" * 100_001,
+    ],
+    ids=["too long", "no msgpack", "nested lists", "nested under an unknown key"],
+)
+async def test_nonsense_ends_the_link(ends: Ends, nonsense: bytes) -> None:
+    here, there = await ends.plain()
+    there.sendall(nonsense)
     assert await messages(here) == []
     assert "does not speak this protocol" in here.lost_because
 

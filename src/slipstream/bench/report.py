@@ -146,7 +146,7 @@ def load_transfer(path: Path) -> TransferReport:
         return msgspec.json.decode(path.read_bytes(), type=TransferReport)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ConfigError(f"{path} is no result of `slipstream bench transfer --json`: {error}") from None
 
 

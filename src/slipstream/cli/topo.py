@@ -52,6 +52,9 @@ def command(
     slipstream topo --routes http://127.0.0.1:8000
     """
     files = _files(first, more, root)
+    for name in (save, svg, png):
+        if name is not None:
+            outfile.check(Path(name))
     if routes:
         _refuse_other_sources(files, root, save, svg, png)
         _measured(routes, api_key or "", as_json)

@@ -51,7 +51,7 @@ def look(get: Get, url: str) -> Cluster:
         faults = msgspec.json.decode(books, type=_Audit).problems if audit_status == 200 else ()
     except (NoAnswer, Unreachable) as error:
         return Cluster(url=url, problem=str(error))
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         return Cluster(url=url, problem=f"what listens there is no slipstream router ({error})")
     return Cluster(
         url=url, reachable=True, healthy=status == 200, reasons=health.reasons, workers=workers, faults=faults

@@ -59,7 +59,7 @@ def members(body: bytes) -> list[Member]:
     """The workers of an answer of `/workers`. Raises Unreachable."""
     try:
         return msgspec.json.decode(body, type=Members).workers
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise Unreachable(f"the answer of /workers is not that of a slipstream router: {error}") from error
 
 

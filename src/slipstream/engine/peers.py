@@ -211,7 +211,7 @@ class Peers:
         link.label = f"{answer.info.name} ({answer.info.http})"
         try:
             exports = decode_exports(answer.regions)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise PeerLost(f"the regions of {link.label} cannot be read: {error}") from error
         way = f"{answer.info.id}/{next(self._numbers)}"
         reports = await handshake.open_as_source(link, self._ranks, way, exports, wanted=self._wanted_transport)
@@ -275,7 +275,7 @@ class Peers:
         if not problem:
             try:
                 theirs = decode_exports(hello.regions)
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, RecursionError) as error:
                 problem = f"the regions of {link.label} cannot be read: {error}"
         if problem:
             logger.warning("refused %s: %s", link.label, problem)

@@ -446,5 +446,5 @@ async def register(router_url: str, worker_url: str, api_key: str = "") -> str:
         raise ValueError(f"it answered {status}: {answer[:500].decode(errors='replace')}")
     try:
         return str(msgspec.json.decode(answer)["router"])
-    except (msgspec.MsgspecError, KeyError, TypeError) as error:
+    except (msgspec.MsgspecError, KeyError, TypeError, RecursionError) as error:
         raise ValueError("its answer does not name a router") from error

@@ -288,7 +288,7 @@ def _tool_calls(calls: Any, where: str, template: str) -> list[Any]:
         if isinstance(function.get("arguments"), str):
             try:
                 function["arguments"] = json.loads(function["arguments"] or "{}")
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise InvalidRequest(
                     f"{where}.tool_calls: arguments must be JSON; {show(function['arguments'])} was given",
                     param=f"{where}.tool_calls",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -206,13 +207,9 @@ def _window(text: str | None) -> float:
     """Raises InvalidRequest."""
     if text is None:
         return math.inf
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < math.inf:
+    if not re.fullmatch(r"[0-9]{1,12}(\.[0-9]{0,12})?", text):
         raise InvalidRequest(f"window must be a number of seconds; {text!r} was given", param="window")
-    return seconds
+    return float(text)
 
 
 def _event(name: str, where: str, start_s: float, duration_s: float, attributes: dict[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ async def worker_info(url: str, timeout_s: float) -> WorkerInfo:
         raise NotAWorker(f"{url}/worker_info answered {status}: {body[:200].decode(errors='replace')}")
     try:
         return msgspec.json.decode(body, type=WorkerInfo)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise NotAWorker(f"{url}/worker_info is not that of a slipstream worker: {error}") from None
 
 
@@ -44,5 +44,5 @@ def _ordinary(body: bytes) -> str:
     """What a worker without information is doing; "" when that is nothing ordinary."""
     try:
         return ORDINARY.get(msgspec.json.decode(body, type=dict[str, str]).get("status", ""), "")
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return ""

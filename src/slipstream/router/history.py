@@ -124,7 +124,7 @@ async def _ask(visit: Visit, request_ids: list[str]) -> tuple[dict[str, list[Pas
                 ]
     except TimeoutError:
         return told, f"the worker did not answer within {ANSWER_S:g} s"
-    except (OSError, NotHttp, msgspec.MsgspecError, UnicodeError, ValueError) as error:
+    except (OSError, NotHttp, msgspec.MsgspecError, UnicodeError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         return told, f"the worker cannot be asked: {reason}"
     return told, ""

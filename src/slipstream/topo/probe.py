@@ -48,7 +48,7 @@ def recorded(root: str | Path) -> Machine:
     if file.exists():
         try:
             facts = msgspec.json.decode(file.read_bytes(), type=NvmlFacts)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise ConfigError(f"{file} does not hold NVML facts: {error}") from error
     return machine(tree, facts, source=str(folder))
 

@@ -44,7 +44,7 @@ def load(files: Sequence[str] | None, root: str | None = None) -> tuple[Machine,
 def _snapshot(name: str, raw: str) -> Machine:
     try:
         return Machine.from_json(raw)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ConfigError(f"{name} is no snapshot written by `slipstream topo --save`: {error}") from error
 
 

@@ -80,7 +80,7 @@ def load_report(path: Path) -> ServeReport:
         found = msgspec.json.decode(path.read_bytes(), type=ServeReport)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ConfigError(f"{path} is no result of `slipstream bench serve --json`: {error}") from None
     if found.kind != "serve":
         raise ConfigError(f"{path} is a result of {found.kind!r}, not of `slipstream bench serve`.")

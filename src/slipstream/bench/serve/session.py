@@ -66,7 +66,14 @@ class Session:
         host, port, tls, _ = parse_url(settings.url)
         client = Client(host, port, tls=tls, headers=settings.headers)
         try:
-            target = await discover(client, settings.url, model=settings.model, api=settings.api, usage=settings.usage)
+            target = await discover(
+                client,
+                settings.url,
+                model=settings.model,
+                api=settings.api,
+                usage=settings.usage,
+                patience_s=settings.timeout_s,
+            )
             if isinstance(settings.work, Conversations):
                 await self._measure_characters(client, target, settings.work)
             self.report = report = self._report(target)

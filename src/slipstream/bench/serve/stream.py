@@ -144,7 +144,7 @@ class Stream:
             return
         try:
             chunk = _chunk(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self.fail("bad_event", f"{error}: {data[:120]!r}")
             return
         if chunk.error or chunk.object == "error" or self._named == b"error":
@@ -191,7 +191,7 @@ def message_of(body: bytes) -> str:
     """The message of an error body, in any of its usual forms; else the body's beginning."""
     try:
         found = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return body[:200].decode(errors="replace")
     inner = found.get("error", found) if isinstance(found, dict) else found
     if isinstance(inner, dict):

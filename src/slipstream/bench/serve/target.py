@@ -34,7 +34,8 @@ class NoServer(SetupError):
 @dataclass(frozen=True)
 class Target:
     """A server as the benchmark sees it. `ids` is the range (low, high exclusive) of token ids that prompts are made
-    of; `words_per_token` and `overhead_tokens` describe prompts as text; `notes` are what it does not take."""
+    of; `words_per_token` and `overhead_tokens` describe prompts as text; `notes` are what it does not take;
+    `patience_s` bounds each request that finds these out."""
 
     host: str
     port: int
@@ -54,6 +55,7 @@ class Target:
     words_per_token: float = 1.0
     overhead_tokens: float = 0.0
     notes: tuple[str, ...] = field(default=())
+    patience_s: float = PROBE_S
 
     @property
     def url(self) -> str:
@@ -71,11 +73,11 @@ class Target:
 
 def parse_url(url: str) -> tuple[str, int, bool, str]:
     """(host, port, TLS?, path of the API) of http://host:port, with or without /v1. Raises ConfigError."""
-    parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
         port = parts.port
-    except ValueError:
-        port = 0
+    except ValueError:  # a bracket without its other one, a port out of range
+        parts, port = urlsplit(""), 0
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
         raise ConfigError(f"--url {url!r} is no address of a server; write it like http://127.0.0.1:8000.")
     tls = parts.scheme == "https"
@@ -83,11 +85,17 @@ def parse_url(url: str) -> tuple[str, int, bool, str]:
 
 
 async def discover(
-    client: Client, url: str, *, model: str = "", api: Api = "completions", usage: UsageWay | None = None
+    client: Client,
+    url: str,
+    *,
+    model: str = "",
+    api: Api = "completions",
+    usage: UsageWay | None = None,
+    patience_s: float = PROBE_S,
 ) -> Target:
-    """Asks the server for its model and tries the fields. Raises NoServer."""
+    """Asks the server for its model and tries the fields, for `patience_s` each at most. Raises NoServer."""
     host, port, tls, path = parse_url(url)
-    target = Target(host, port, tls, path, model, api)
+    target = Target(host, port, tls, path, model, api, patience_s=min(PROBE_S, patience_s))
     target = await _named(client, target)
     problem = await _try(client, target, {})
     if problem and api == "chat" and await _try(client, replace(target, limit_field="max_completion_tokens"), {}) == "":
@@ -111,7 +119,7 @@ async def _named(client: Client, target: Target) -> Target:
     try:
         cards = msgspec.json.decode(body)["data"] if status == 200 else []
         cards = [card for card in cards if isinstance(card.get("id"), str)]
-    except (msgspec.MsgspecError, KeyError, TypeError, AttributeError):
+    except (msgspec.MsgspecError, KeyError, TypeError, AttributeError, RecursionError):
         cards = []
     card = next((card for card in cards if card["id"] == target.model or not target.model), None)
     if card is None and not target.model:
@@ -208,5 +216,5 @@ async def _sent(client: Client, target: Target, fields: dict[str, Any]) -> Strea
     if target.takes_ignore_eos:
         body["ignore_eos"] = True
     payload = client.request("POST", target.endpoint, msgspec.json.encode({**body, **fields}))
-    await client.exchange(payload, stream, PROBE_S)
+    await client.exchange(payload, stream, target.patience_s)
     return stream

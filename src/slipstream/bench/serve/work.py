@@ -162,7 +162,7 @@ class Trace:
                 continue
             try:
                 line = decode(text)
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, RecursionError) as error:
                 raise ConfigError(
                     f"{path}:{number} is no line of a trace: {error}. A line is an object with timestamp (ms), "
                     "input_length, output_length and hash_ids."
@@ -210,7 +210,7 @@ class Conversations:
         """Raises ConfigError."""
         try:
             found = json.loads(_read(path))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is not JSON: {error}") from None
         turns = [turn for entry in found if (turn := _first_turn(entry))] if isinstance(found, list) else []
         if not turns:

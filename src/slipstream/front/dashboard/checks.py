@@ -102,7 +102,7 @@ class Findings:
             results = msgspec.json.decode(body)["results"]
         except TimeoutError:
             self._shown = {"state": "failed", "problem": f"doctor took longer than {DOCTOR_S:g} s"}
-        except (OSError, msgspec.MsgspecError, KeyError, TypeError) as error:
+        except (OSError, msgspec.MsgspecError, KeyError, TypeError, RecursionError) as error:
             self._shown = {"state": "failed", "problem": f"doctor could not be run: {error}"}
         else:
             counts: dict[str, int] = {}
