@@ -212,6 +212,23 @@ def test_the_last_fifty_requests_are_listed_the_newest_first(chromium: Browser):
     before_a_page(walk, chromium, saying("x"))
 
 
+def test_the_timeline_of_a_request_has_a_bar_where_nothing_was_heard(chromium: Browser):
+    async def script(stage: Stage) -> None:
+        await asyncio.sleep(0.5)
+        await saying("x")(stage)
+
+    def walk(tab: Page, url: str) -> None:
+        complete(url, 1)
+        tab.until("document.querySelector('#requests-rows tr[data-key]')")
+        tab.run("document.querySelector('#requests-rows tr[data-key]').click()")
+        tab.until("document.querySelector('#timeline .gantt .silent')")
+        assert tab.run("document.querySelector('#timeline .silent title').textContent").startswith("nothing heard at ")
+        names = "[...document.querySelectorAll('#timeline .events tbody tr')].map((e) => e.cells[3].textContent.trim())"
+        assert [name.partition(" endpoint")[0] for name in tab.run(names)][:2] == ["received", "nothing heard"]
+
+    before_a_page(walk, chromium, script)
+
+
 def test_doctor_looks_once_for_a_page_and_again_when_the_button_is_pressed(chromium: Browser):
     note = "document.querySelector('#doctor-note').textContent"
 
