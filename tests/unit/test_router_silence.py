@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator
 
 import pytest
@@ -100,3 +101,18 @@ async def test_one_that_answers_just_in_time_is_not_given_up(cluster: Cluster) -
     assert await client.answer() == toy_answer(request)
     assert client.messages[-1].attempt == 0
     assert await cluster.send(toy_request("next")).answer()
+
+
+async def test_one_that_never_answered_this_router_is_silent_after_the_same_time(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A router that is started again, and a worker that was stopped before that."""
+    monkeypatch.setattr("slipstream.router.remote.ANSWER_S", 0.1)
+    router, _, _ = await cluster.pair(worker_silence_s=SILENCE_S)
+    deaf = socket.create_server(("127.0.0.1", 0))  # as a stopped process: the kernel connects, nobody answers
+    url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+    router.add_worker(url)
+    await until(lambda: router._fleet.workers[url].state == "silent")
+    assert router._fleet.workers[url].unanswered_s >= SILENCE_S
+    deaf.close()
+    await until(lambda: router._fleet.workers[url].state == "connecting")

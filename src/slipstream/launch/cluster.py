@@ -24,7 +24,7 @@ from slipstream.launch.devices import Machine
 from slipstream.launch.display import Display
 from slipstream.launch.spec import Placement
 from slipstream.launch.supervise import Child, RestartPolicy, Silences, State, Supervisor
-from slipstream.launch.watch import Watcher
+from slipstream.launch.watch import Snapshot, Watcher
 from slipstream.listen import listen, url_of
 from slipstream.types import Role
 
@@ -164,7 +164,7 @@ class Cluster:
             chats=self._chats,
             with_key=bool(self._config.front.api_key),
         )
-        print(text, flush=True)
+        self._display.banner(text)
 
     # ---------------------------------------------------------------------------------------------- keeping
 
@@ -177,23 +177,33 @@ class Cluster:
 
     def _end_silent(self, watcher: Watcher) -> None:
         """Kills who lives and answers nobody, so that it is started again: a worker that the router has given up, as
-        long again after that; a router that does not answer; a worker whose new start takes longer than a start may."""
+        long again after that; a router that does not answer; a worker whose new start takes longer than a start may.
+
+        A worker that the router does not list was taken out on purpose. If it has answered in this life it is let be.
+        """
         limit_s, children, snapshot = self._config.router.worker_silence_s, self._supervisor.children, watcher.latest
         silent: dict[tuple[str, int], float] = {}
         for member in snapshot.members:
-            if member.state == "silent" and member.name in children:
-                silent[member.name, member.pid] = limit_s
+            if member.state == "silent" and (child := self._child_of(member)) is not None:
+                silent[child.name, child.pid] = limit_s
         router = children[ROUTER_NAME]
         if router.up and not snapshot.reached:
             silent[ROUTER_NAME, router.pid] = 2 * limit_s
         for (name, pid), seconds in self._silences.look(set(silent)).items():
             if 0 < silent[name, pid] <= seconds and children[name].pid == pid:
                 self._supervisor.end(name, f"has answered nothing for {2 * limit_s:g} s (worker_silence_s, twice)")
-        heard = {member.pid for member in snapshot.members}
         for name in self._worker_specs if snapshot.reached else ():
             child = children[name]
-            if child.running and child.pid not in heard and child.age_s > self._config.launch.start_timeout_s:
+            if child.running and not child.heard and child.age_s > self._config.launch.start_timeout_s:
                 self._supervisor.end(name, f"was not ready {child.age_s:.0f} s after its start (start_timeout_s)")
+
+    def _child_of(self, member: Member) -> Child | None:
+        """The process that this is; by its address, where the router has been started again and has heard no name."""
+        known = next((live for live in self._live.values() if live.url == member.url), None)
+        if not member.pid and known is not None:
+            member = known
+        child = self._supervisor.children.get(member.name)
+        return child if child is not None and child.pid == member.pid else None
 
     def _note_members(self, watcher: Watcher) -> None:
         """Who is live is up, and is found at the same port in its next life, as long as that port can be had."""
@@ -201,8 +211,11 @@ class Cluster:
         children[ROUTER_NAME].up |= snapshot.reached
         news = False
         for member in snapshot.members:
-            child = children.get(member.name)
-            if child is None or child.pid != member.pid or member.state != "live" or not child.running:
+            child = self._child_of(member)
+            if child is None or not child.running:
+                continue
+            child.heard = True
+            if member.state != "live":
                 continue
             child.up = True
             if self._live.get(member.name) != member:
@@ -210,11 +223,22 @@ class Cluster:
                 self._note_live(child, member)
         if news:
             watcher.former = frozenset(self._former)
-            known: list[tuple[Role, str]] = [(member.role, member.url) for member in self._live.values()]
-            children[ROUTER_NAME].spec = router_again(self._router_spec, known, ACCEPT_AFTER_S)
+        self._note_known(snapshot)
         for child in children.values():
             if child.state is State.WAITING and child.failures > 1 and child.name in self._worker_specs:
                 child.spec = self._worker_specs[child.name]
+
+    def _note_known(self, snapshot: Snapshot) -> None:
+        """Whom the router is told of in its next life: all that it had, without those that it was told to take out."""
+        if not snapshot.reached or not self._live:
+            return
+        there, children = {m.url for m in snapshot.members if m.state != "leaving"}, self._supervisor.children
+        known: list[tuple[Role, str]] = [
+            (member.role, member.url)
+            for name, member in self._live.items()
+            if member.url in there or children[name].pid != member.pid
+        ]
+        children[ROUTER_NAME].spec = router_again(self._router_spec, known, ACCEPT_AFTER_S)
 
     def _note_live(self, child: Child, member: Member) -> None:
         before = self._live.get(member.name)

@@ -72,7 +72,8 @@ class State(Enum):
 
 @dataclass
 class Child:
-    """One child over all its lives. `up` is set by whoever knows that it serves; each start clears it."""
+    """One child over all its lives. Set by whoever knows, cleared by each start: `up`, it serves; `heard`, it has
+    answered in this life."""
 
     spec: ChildSpec
     process: subprocess.Popen[bytes] | None = None
@@ -81,6 +82,7 @@ class Child:
     starts: int = 0
     failures: int = 0
     up: bool = False
+    heard: bool = False
     was_up: bool = False
     start_again_at: float = 0.0
     killed_because: str = ""
@@ -194,7 +196,7 @@ class Supervisor:
         child.state = State.RUNNING
         child.started_at = time.monotonic()
         child.starts += 1
-        child.up = False
+        child.up = child.heard = False
         child.killed_because = ""
         reader = threading.Thread(target=self._read, args=(child, process), name=f"read-{spec.name}", daemon=True)
         reader.start()

@@ -73,6 +73,7 @@ class Fleet:
         self._events = events
         self._patience_s = patience_s
         self._heartbeat_s = heartbeat_s
+        self._silence_s = silence_s
         self._silent_after = math.ceil(silence_s / heartbeat_s)
         self._by_id: dict[str, RemoteWorker] = {}
         self._roles_seen: set[Role] = set()
@@ -266,7 +267,8 @@ class Fleet:
         again, and if the same worker is, it joins again."""
         for worker in list(self.workers.values()):
             gone = time.monotonic() - worker.seen
-            if worker.joins and worker.link is None and gone > FORGET_S and not worker.silent:
+            kept = worker.silent and worker.same_machine  # `serve` kills it
+            if worker.joins and worker.link is None and gone > FORGET_S and not kept:
                 text = "%s at %s has been gone for %.0f s; it is forgotten until it joins again"
                 logger.info(text, worker.name, worker.url, gone)
                 self.forget(worker)
@@ -331,6 +333,8 @@ class Fleet:
             await asyncio.sleep(self._heartbeat_s)
             for worker in list(self._by_id.values()):
                 worker.beat(UNHEALTHY_AFTER, LOST_AFTER, self._silent_after)
+            for worker in self.workers.values():
+                worker.silent |= 0 < self._silence_s <= worker.unanswered_s
             self._forget_silent()
             self._events.fleet_changed()
 

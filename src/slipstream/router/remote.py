@@ -61,8 +61,8 @@ class RemoteWorker:
     """A registered URL and the worker process behind it, if there is one.
 
     `info`, `standing` and `link` belong to the current process: set while linked, None otherwise. `id` stays that of
-    the last process. `problem` says why the worker is not linked or not used, "" when all is well. `silent`: its link
-    was cut because it answered nothing, and it has not answered since.
+    the last process. `problem` says why the worker is not linked or not used, "" when all is well. `silent`: it
+    has answered nothing for too long, so its link was cut, if it had one, and it has not answered since.
     """
 
     def __init__(self, url: str, role: Role | None, router_id: str, events: WorkerEvents) -> None:
@@ -83,6 +83,7 @@ class RemoteWorker:
         self.seen = 0.0  # when it was last registered or linked
         self.healthy = True
         self.missed = 0
+        self.unanswered_s = 0.0  # for how long it has been asked for an answer without a link, and gave none
         self.pings = 0
         self.left_behind: tuple[str, list[wire.Abort]] = ("", [])  # process id, and what it had when its link ended
         self._router_id = router_id
@@ -274,7 +275,7 @@ class RemoteWorker:
         self.routes.clear()
         self.met.clear()
         self.problem, self.refused, self.silent, self.healthy = "", False, False, True
-        self.missed, self._heard = 0, True
+        self.missed, self.unanswered_s, self._heard = 0, 0.0, True
         self._events.up(self)
 
     async def _listen(self, link: Link) -> None:
@@ -295,7 +296,9 @@ class RemoteWorker:
 
     def _explain(self, error: Exception) -> None:
         self.refused = isinstance(error, Refused)
-        self.silent = self.silent and isinstance(error, TimeoutError)
+        mute = isinstance(error, TimeoutError)
+        self.silent = self.silent and mute
+        self.unanswered_s = self.unanswered_s + ANSWER_S if mute else 0.0
         text = why_not(error) or type(error).__name__
         if text == self.problem:
             return
