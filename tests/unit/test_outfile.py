@@ -76,6 +76,16 @@ def test_a_file_that_is_standard_output_goes_on_behind_what_is_there(tmp_path: P
     assert done.stderr == "wrote the results to /dev/stdout (3 bytes)\n"
 
 
+def test_a_full_disk_behind_standard_output_is_said_in_one_line():
+    for words in (["--json"], []):
+        with open("/dev/full", "wb") as full:
+            done = subprocess.run(
+                [sys.executable, "-m", "slipstream", "topo", "--from", str(SEED), *words],
+                stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+            )  # fmt: skip
+        assert (done.returncode, done.stderr) == (1, "error: the output cannot be written: No space left on device.\n")
+
+
 def test_an_empty_name_is_refused(tmp_path: Path):
     for option in ("--save", "--svg", "--png"):
         result = CliRunner().invoke(cli, ["topo", "--from", str(SEED), option, ""])

@@ -8,6 +8,7 @@ error: exit code 2 for a wrong command line or setting, 1 for everything else; C
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import os
 import sys
@@ -30,6 +31,7 @@ COMMANDS = {
     "version": "Print the versions of slipstream and of what it runs on.",
 }
 DEFAULT_COMMAND = "serve"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what writing to a file that standard output is may end with
 INTERRUPTED = 130  # exit code, as of a process that SIGINT has ended
 
 
@@ -95,6 +97,14 @@ def fail(error: SlipstreamError) -> NoReturn:
 def main() -> None:
     """Entry point of the `slipstream` script and of `python -m slipstream`."""
     try:
-        cli.main(prog_name="slipstream")
+        try:
+            cli.main(prog_name="slipstream")
+        finally:
+            sys.stdout.flush()
     except SlipstreamError as error:
         fail(error)
+    except OSError as error:
+        if error.errno not in FULL or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is written when the interpreter ends
+        fail(SlipstreamError(f"the output cannot be written: {error.strerror}."))
