@@ -6,8 +6,20 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from slipstream.bench.handoff import ACTS, PARTS, BenchFailed, Event, HandoffRow, line, measure, parse_cases, run
+from slipstream.bench.handoff import (
+    ACTS,
+    PARTS,
+    BenchFailed,
+    Event,
+    HandoffRow,
+    command,
+    line,
+    measure,
+    parse_cases,
+    run,
+)
 from slipstream.bench.handoff_worker import HandoffOptions
 from slipstream.config import TransferConfig
 from slipstream.errors import ConfigError
@@ -67,6 +79,12 @@ def test_the_parts_of_a_handoff_lie_end_to_end_and_say_who_did_them():
 
 def noted(events: list[tuple[str, int, float]], thread: str = "loop") -> list[Event]:
     return [(name, number, at, thread) for name, number, at in events]
+
+
+def test_a_transport_of_gpus_between_cpus_is_refused_before_workers_start() -> None:
+    result = CliRunner().invoke(command, ["--transport", "cuda_ipc", "--memory", "cpu,cpu"])
+    assert isinstance(result.exception, ConfigError)  # which the command line ends with code 2
+    assert "cuda_ipc moves memory of GPUs" in str(result.exception)
 
 
 def test_cases_that_are_none_are_refused() -> None:

@@ -138,6 +138,7 @@ def test_a_transport_that_serves_no_pair_ends_serve_with_its_reason(tiny: str):
     assert last.startswith("error: no request can be served")
     assert "'local'" in last
     assert "did not end in time" not in program.output  # the others are healthy and end in their own way
+    assert program.output.count("prefill worker gone") == 1  # it tries again, which is not said again
 
 
 def test_a_model_without_a_usable_tokenizer_starts_nothing(tmp_path: Path):

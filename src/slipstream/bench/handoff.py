@@ -47,6 +47,7 @@ from slipstream.bench.report import write_json
 from slipstream.bench.transfer import default_memory
 from slipstream.config import TransferConfig
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.launch.checks import refuse_transport
 from slipstream.stream import Link
 from slipstream.types import Request, SamplingParams
 
@@ -341,6 +342,7 @@ def command(
     wanted = parse_cases(cases)
     layers, heads, dim = (int(number) for number in layout.split("x"))
     sides = tuple(memory.split(",")) if memory else default_memory()
+    refuse_transport(transport, sides)
     options = HandoffOptions(
         tokens=max(tokens * count for tokens, count, _ in wanted) * 5 // 4 + 1024,
         page_tokens=page_tokens,

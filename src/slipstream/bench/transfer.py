@@ -416,7 +416,7 @@ def command(
     print_transfer(report, console)
     if json_path:
         write_json(report, json_path)
-    if any(row.gbps for row in report.rows) and plot:
+    if plot:
         plot_transfer(report, plot)
     if unmeasured(chosen_engines(options), report):
         sys.exit(1)
