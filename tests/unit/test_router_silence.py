@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 from prometheus_client import generate_latest
 from tests.unit.test_router_faults import AT_DECODE, AT_PREFILL, held_at, release
-from tests.unit.toy_cluster import Cluster, toy_cluster, until, view
+from tests.unit.toy_cluster import PATIENCE_S, Cluster, toy_cluster, until, view
 from tests.unit.toy_worker import ToyWorker, toy_answer, toy_request
 
 SILENCE_S = 0.5  # ten heartbeats of these routers
@@ -116,3 +116,32 @@ async def test_one_that_never_answered_this_router_is_silent_after_the_same_time
     assert router._fleet.workers[url].unanswered_s >= SILENCE_S
     deaf.close()
     await until(lambda: router._fleet.workers[url].state == "connecting")
+
+
+@pytest.mark.parametrize("later", [0, 1], ids=["together", "one a beat later"])
+@pytest.mark.parametrize("host", ["", "elsewhere"], ids=["here", "on another machine"])
+@pytest.mark.parametrize("stage", AT_DECODE)
+async def test_what_two_silent_workers_had_is_not_given_from_one_to_the_other(
+    cluster: Cluster, stage: str, host: str, later: int
+) -> None:
+    """With a bound of as few beats as these, both are lost before they are unhealthy by the common rule."""
+    p = await cluster.toy("prefill")
+    ds = [await cluster.toy("decode", name=f"d{i}", host=host) for i in range(2)]
+    bounds = {"worker_silence_s": 0 if host else 0.2, "worker_wait_s": PATIENCE_S, "strict_roles": True}
+    router = await cluster.router(p, *ds, **bounds)
+    request, client = await held_at(cluster, stage, [p], ds)
+    holder = involved([p], ds)[1]
+    (other,) = [d for d in ds if d is not holder]
+    remote = router._fleet.workers[holder.url]
+    holder.mute = holder.loading = True  # and not linked again
+    await until(lambda: remote.missed >= later)
+    other.mute = other.loading = True
+    await until(lambda: client.failure or all(router._fleet.workers[d.url].link is None for d in ds))
+    assert client.failure is None
+    assert router.audit().requests[0].stage == "waiting"
+    other.mute = other.loading = False
+    release(*ds)
+    assert await client.answer() == toy_answer(request)
+    assert client.messages[-1].attempt == 1
+    holder.mute = holder.loading = False
+    await cluster.settled()

@@ -163,8 +163,9 @@ class RemoteWorker:
         self._wake.set()
 
     def cut(self, reason: str) -> None:
-        """Ends the link at once, without waiting for a peer that may never answer again."""
+        """Ends the link at once, without waiting for a peer that may never answer again; it gets nothing more."""
         if self.link is not None:
+            self.healthy = False
             self.link.lost_because = reason
             self.link.abort()
 
@@ -183,12 +184,17 @@ class RemoteWorker:
     def beat(self, unhealthy_after: int, lost_after: int, silent_after: int) -> None:
         """One heartbeat: judges the silence since the last one and pings again. `silent_after` 0 is never.
 
-        Beats are counted, not seconds, so that a router that was itself held up does not blame its workers.
+        Beats are counted, not seconds, so that a router that was itself held up does not blame its workers. A worker
+        that has missed half of what it may gets nothing new, so that whoever falls silent together with one that is
+        given up is not handed its requests. The owner is told nothing here: it judges all workers first.
         """
         if self.link is None:
             return
         self.missed = 0 if self._heard else self.missed + 1
         self._heard = False
+        bounds = [silent_after] if silent_after > 0 else []
+        bounds += [lost_after] if not self.same_machine else []
+        unhealthy_after = min([unhealthy_after, *(max(1, bound // 2) for bound in bounds)])
         if not self.same_machine and self.missed >= lost_after:
             return self.cut(f"{self.label} on {self.info.host if self.info else '?'} missed {self.missed} heartbeats")
         if 0 < silent_after <= self.missed:
@@ -201,7 +207,6 @@ class RemoteWorker:
             logger.log(
                 logging.INFO if healthy else logging.WARNING, "%s: %s", self.label, self.problem or "it answers again"
             )
-            self._events.changed(self)
         self.ping()
 
     async def _run(self) -> None:
