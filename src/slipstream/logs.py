@@ -7,6 +7,8 @@ begin with a time always belongs to the one above.
 
 Whatever a request can cause, many can: of one and the same message (its text before the values are put in) at most
 `LINES_A_SECOND` lines are printed a second, and the next one says how many were left out. At level debug all are.
+
+Nobody who logs waits for whoever reads the log (outlet.py); the end of the process does, for a second at most.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any, TextIO
 
 import msgspec
 
+from slipstream import outlet
 from slipstream.config import LogFormat
 
 LINES_A_SECOND = 20
@@ -87,6 +90,14 @@ class _Bounded(logging.Filter):
         return True
 
 
+class _Handler(logging.StreamHandler[TextIO]):
+    """Closed by logging at the end of the process, when the last lines have still to come out."""
+
+    def close(self) -> None:
+        outlet.drain()
+        super().close()
+
+
 def _worth_saying(record: logging.LogRecord) -> bool:
     """Ours as their level says; of libraries, warnings and worse."""
     return record.levelno >= logging.WARNING or record.name.partition(".")[0] == "slipstream"
@@ -99,8 +110,14 @@ def set_up(level: str, log_format: LogFormat, process: str, stream: TextIO | Non
 
     Libraries speak up from warning on; only with `level` debug all is heard that they have been told to say.
     """
-    handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter())
+    formatter = JsonFormatter(process) if log_format == "json" else TextFormatter()
+
+    def note(lines: int) -> str:
+        message = outlet.left_out(lines)
+        return formatter.format(logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, None, None))
+
+    handler = _Handler(stream or outlet.take_stderr(note))
+    handler.setFormatter(formatter)
     if level != "debug":
         handler.addFilter(_worth_saying)
         handler.addFilter(_Bounded())
@@ -112,4 +129,13 @@ def set_up(level: str, log_format: LogFormat, process: str, stream: TextIO | Non
     logging.getLogger("slipstream").setLevel(level.upper())
     logging.captureWarnings(True)
     if hasattr(signal, "SIGUSR1") and stream is None:
-        faulthandler.register(signal.SIGUSR1, all_threads=True)
+        faulthandler.register(signal.SIGUSR1, file=_for_stacks(), all_threads=True)
+
+
+def _for_stacks() -> int | TextIO:
+    """Where the interpreter's own handler of a signal writes; standard error as it is where nothing better is."""
+    try:
+        fd = outlet.never_waiting(sys.stderr.fileno())
+    except OSError:
+        fd = None
+    return sys.stderr if fd is None else fd

@@ -14,6 +14,7 @@ import pytest
 from tests.unit.test_core import request
 from tests.unit.test_loop import PATIENCE_S, Work
 from tests.unit.tiny_models import make_plan, new_row
+from tests.unread import nobody_reads
 
 from slipstream.engine.guard import Guard, Hung
 from slipstream.engine.plan import StepOutcome, StepPlan
@@ -163,7 +164,8 @@ class _Server:
     """What a guard needs of a server."""
 
     def __init__(self) -> None:
-        self.cut_because = ""
+        self.cut_because = self.said_before = ""
+        self.log: Callable[[], str] = str
 
     def pulse(self, answer: Callable[[], None]) -> None:
         answer()
@@ -173,6 +175,7 @@ class _Server:
 
     def cut(self, reason: str) -> None:
         self.cut_because = reason
+        self.said_before = self.log()
 
 
 class Guarded:
@@ -209,6 +212,7 @@ def test_a_step_that_never_ends_is_named_and_its_links_are_cut(
     blocked: str, depth: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     it = Guarded(0.5, depth)
+    it.server.log = lambda: caplog.text
     let_go = threading.Event()
     honest = getattr(it.work.runner, blocked)
 
@@ -223,6 +227,7 @@ def test_a_step_that_never_ends_is_named_and_its_links_are_cut(
     message = it.hung[0].message
     assert "prefill step 1 (1 sequences, 4 tokens) has not ended" in message
     assert it.server.cut_because == message
+    assert "this worker hangs" not in it.server.said_before, "it speaks after it has acted"
     assert "--step-timeout-s 0.5" in caplog.text
     assert "slipstream-loop" in caplog.text, "the stacks name the thread that hangs"
     assert "in for_ever" in caplog.text
@@ -297,6 +302,13 @@ def test_a_process_whose_interpreter_is_kept_by_native_code_ends_and_shows_where
     assert ended.stdout == "put off so far\n"
     assert ended.returncode == -signal.SIGALRM
     assert "in holds_the_interpreter" in ended.stderr
+
+
+def test_it_ends_as_well_when_nobody_reads_what_it_shows() -> None:
+    with nobody_reads() as full:
+        program = HOLDS_THE_INTERPRETER.replace("print(", "str(").replace(", flush=True", "")
+        ended = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=full, timeout=50, check=False)
+    assert ended.returncode == -signal.SIGALRM
 
 
 CLOSES_ITS_ALARM = """

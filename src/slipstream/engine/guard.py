@@ -7,19 +7,22 @@
     routes    the routes to a lost peer are closed, which waits for the last copy
     rank N    the IO and mover threads of another rank answer
 
-A worker that hangs says what does not get on, and which rank is to blame. Its links are cut there and then, so that
-routers continue its requests elsewhere; peers free its grants when its process is gone, as after any death. The other
+The links of a worker that hangs are cut there and then, so that routers continue its requests elsewhere; peers free its
+grants when its process is gone, as after any death. It says what does not get on, and which rank is to blame. The other
 ranks are killed. The process ends by `os._exit`: threads that wait for a device hear no signal, and taking down in
-order would wait for them. In a process that is not the worker's own, the worker fails, and what is stuck stays.
+order would wait for them. It does so within a bound, whatever may keep it from saying so. In a process that is not the
+worker's own, the worker fails, and what is stuck stays.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable
 from functools import partial
 
+from slipstream import outlet
 from slipstream.engine.loop import EngineLoop
 from slipstream.engine.plan import StepPlan
 from slipstream.engine.server import WorkerServer
@@ -40,6 +43,8 @@ from slipstream.ranks.team import Team
 from slipstream.transfer.agent import TransferAgent
 
 logger = logging.getLogger(__name__)
+
+END_S = 8.0  # a rank, from the end of the links to the end of the process: more than Team needs to show and kill it
 
 
 class Hung(SlipstreamError):
@@ -127,6 +132,12 @@ class Guard:
         plan = self._loop.step
         also = f"; {self._blame(plan)}" if plan is not None and step_in_words(plan) not in what else ""
         error = Hung(f"{what} for {seconds:.0f} s{also}")
+        if self._alone:
+            ranks = self._team.size if self._team is not None else 1
+            end = threading.Timer(END_S * ranks, os._exit, (HUNG,))
+            end.daemon = True
+            end.start()
+        self._server.cut(error.message)
         logger.error(
             "this worker hangs: %s (--step-timeout-s %g). Its requests continue elsewhere, and it ends. Where its "
             "threads are follows; `slipstream doctor` looks for causes in the machine. If it was merely slow, give it "
@@ -134,11 +145,11 @@ class Guard:
             error.message,
             self._limit_s,
         )
-        self._server.cut(error.message)
         logger.error("where the threads of this worker are:\n%s", stacks())
         if self._team is not None:
             self._team.show_stacks()
             self._team.kill()
         if self._alone:
+            outlet.drain()
             os._exit(HUNG)
         self._on_hang(error)

@@ -13,8 +13,9 @@ A step may take `limit_s`, and beside that ten times what its work would take at
 
 The watch's thread needs the interpreter. Native code that never gives it back stops this thread too; then `Alarm` ends
 the process. It is a timer of the kernel that each look puts off. When nobody does, the signal's handler, which is
-native as well, prints where all threads are, and the signal ends the process. This timer does count while the process
-is stopped: one that was for longer than the alarm allows ends when it goes on.
+native as well, prints where all threads are, as far as that goes without waiting for who reads it, and the signal ends
+the process. This timer does count while the process is stopped: one that was for longer than the alarm allows ends when
+it goes on.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from slipstream import outlet
 from slipstream.engine.plan import StepPlan
 from slipstream.errors import SlipstreamError
 
+STDERR = 2  # its descriptor
 TICK_S = 1.0
 LIKE_A_TOKEN = 4096  # tokens of context whose attention is taken to cost as much as the rest of a token's work
 SLACK = 10.0  # how much slower than the best step another may be, for the same work
@@ -185,6 +188,7 @@ def stacks() -> str:
 class Alarm:
     """Ends this process by SIGALRM, with the stacks of all threads, when it is not put off for `seconds`.
 
+    Where standard error cannot be had in a way that never waits (outlet.never_waiting), it ends without them.
     Only for a process that has nothing else to do: the timer and the signal are the process's own.
     """
 
@@ -192,7 +196,9 @@ class Alarm:
         self._seconds = seconds
         self._lock = threading.Lock()
         self._closed = False
-        faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)
+        fd = outlet.never_waiting(STDERR)
+        if fd is not None:
+            faulthandler.register(signal.SIGALRM, file=fd, all_threads=True, chain=True)
 
     def put_off(self) -> None:
         with self._lock:

@@ -3,6 +3,8 @@
 On a terminal the start is a table with one row a process and the last thing that it said; everywhere else, and with
 log level debug, all lines are printed as they come, behind the name of the process. With JSON logs the lines of
 children are passed on as they are, and what is not JSON (a traceback of the interpreter) is put into an object.
+
+Whoever does not read it holds up nobody (outlet.py).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from slipstream import outlet
 from slipstream.config import LogFormat
 
 LOG_LINE = re.compile(r"^[\d:.]{12} (warning |error |critical )?([\w.]+): ")
@@ -31,7 +34,7 @@ class Display:
     """Prints lines of children on standard error; `ready` ends the table, `close` whatever is left of it."""
 
     def __init__(self, names: Iterable[str], log_format: LogFormat, *, table: bool, console: Console | None = None):
-        self._console = console or Console(file=sys.stderr, highlight=False, soft_wrap=True)
+        self._console = console or Console(file=outlet.to(sys.stderr), highlight=False, soft_wrap=True)
         self._json = log_format == "json"
         self._names = list(names)
         self._width = max((len(name) for name in self._names), default=0)
@@ -45,11 +48,15 @@ class Display:
     def line(self, name: str, text: str) -> None:
         """A line that the child `name` has printed."""
         if self._json:
-            print(text if text.startswith("{") else _as_json(name, text), file=sys.stderr, flush=True)
+            outlet.to(sys.stderr).write((text if text.startswith("{") else _as_json(name, text)) + "\n")
         elif self._live is not None:
             self._last[name] = _message(text)
         else:
             self._console.print(self._prefix(name), Text(text), sep="", end="\n")
+
+    def banner(self, text: str) -> None:
+        """On standard output, in order with all else."""
+        outlet.to(sys.stdout).write(text + "\n")
 
     def ready(self) -> None:
         if self._live is not None:

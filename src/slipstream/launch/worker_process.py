@@ -19,6 +19,7 @@ from types import FrameType
 from rich import progress
 from rich.console import Console
 
+from slipstream import outlet
 from slipstream.config import EngineConfig, ObserveConfig, TransferConfig, WorkerConfig
 from slipstream.launch.limits import raise_open_files
 
@@ -82,6 +83,7 @@ def run_worker(
 
 def _end_now(number: int, frame: FrameType | None) -> None:
     # While the model loads there is nothing to finish and nothing that outlives the process.
+    outlet.drain()
     os._exit(128 + number)
 
 
