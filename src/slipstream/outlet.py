@@ -132,7 +132,7 @@ class Outlet(io.TextIOBase):
 def to(stream: TextIO) -> TextIO:
     """A stream to where `stream` goes that never waits; itself when it is one, or has no descriptor to wait for."""
     try:
-        return cast(TextIO, stream if isinstance(stream, Outlet) else Outlet(stream))
+        return stream if isinstance(stream, Outlet) else cast(TextIO, Outlet(stream))
     except (OSError, AttributeError):  # in memory; or there is none
         return stream
 
@@ -141,8 +141,7 @@ def take_stderr(note: Callable[[int], str]) -> TextIO:
     """From now on nothing in Python waits for the reader of standard error. `note(n)` says that n lines are missing."""
     if sys.stderr is sys.__stderr__:
         sys.stderr = to(sys.stderr)
-    if isinstance(sys.stderr, Outlet):
-        _the_writer().note = note
+    _the_writer().note = note
     return sys.stderr
 
 

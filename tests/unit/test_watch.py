@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from slipstream.engine.guard import Guard, Hung
 from slipstream.engine.plan import StepOutcome, StepPlan
 from slipstream.engine.watch import SLACK, Allowance, Pulse, UnderWay, Watch, stacks, step_in_words, work
 from slipstream.errors import PeerLost
+from slipstream.lifeline import HUNG
 
 
 class Seen:
@@ -270,6 +273,36 @@ def test_steps_that_end_within_the_limit_trip_nothing_nor_does_idleness(monkeypa
     it.work.loop.stop()
     it.guard.stop()
     assert it.guard.step_age() == 0.0
+
+
+class _Mute:
+    """Ranks that say where their threads are to nobody, and wait for that."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def signs(self) -> dict[int, Callable[[], int]]:
+        return {}
+
+    def show_stacks(self) -> None:
+        assert self.ended.wait(PATIENCE_S)
+
+    def kill(self) -> None:
+        pass
+
+
+def test_a_worker_that_cannot_say_that_it_hangs_ends_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    team, server, codes = _Mute(), _Server(), list[int]()
+    monkeypatch.setattr("slipstream.engine.guard.END_S", 0.1)
+    monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), team.ended.set()))
+    loop: Any = Work().loop
+    parts: Any = (loop, server, server, team)
+    guard = Guard(0.0, Allowance("cuda"), *parts, alone=True, on_hang=lambda error: None)
+    guard._hung("its IO thread has not answered", 9.0)
+    assert server.cut_because.startswith("its IO thread has not answered for 9 s")
+    assert codes == [HUNG, HUNG], "the timer's, and its own when the ranks let it go on"
 
 
 def test_without_a_limit_there_is_no_watch() -> None:
