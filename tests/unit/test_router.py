@@ -28,7 +28,7 @@ from slipstream.errors import (
 from slipstream.router import Router, fleet, remote
 from slipstream.router.fetch import normalize
 from slipstream.router.metrics import RouterMetrics
-from slipstream.types import Tokens
+from slipstream.types import Role, Tokens
 
 
 @pytest.fixture
@@ -373,23 +373,60 @@ async def test_a_worker_that_joined_and_says_goodbye_is_forgotten(
 ) -> None:
     caplog.set_level("INFO")
     toy = await cluster.toy("both", name="guest")
-    router = await cluster.router(toy)
+    router = await cluster.router()
+    router.add_worker(toy.url, joins=True)
+    await cluster.met([toy])
     await toy.leave()
     await until(lambda: router.workers() == [])
     assert "guest left: guest said goodbye: this worker ends" in caplog.text
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-async def test_a_worker_that_the_operator_named_is_waited_for_after_its_goodbye(cluster: Cluster) -> None:
+@pytest.mark.parametrize("role", ["both", None])
+@pytest.mark.parametrize("joined_before", [False, True])
+async def test_a_worker_that_the_operator_named_is_waited_for_after_its_goodbye(
+    cluster: Cluster, role: Role | None, joined_before: bool
+) -> None:
     toy = await cluster.toy("both")
     router = await cluster.router()
-    router.add_worker(toy.url, "both")
+    if joined_before:
+        router.add_worker(toy.url, joins=True)
+        assert view(router, toy).joins
+    router.add_worker(toy.url, role)
+    assert not view(router, toy).joins
     assert await router.wait_ready(60)
     await toy.leave()
     await until(lambda: not router.ready)
     assert [shown.url for shown in router.workers()] == [toy.url]
     await cluster.restart(toy)
     assert await router.wait_ready(60)
+
+
+@pytest.mark.parametrize("joins", [True, False])
+async def test_the_former_address_of_a_worker_that_is_back_is_waited_for_if_it_was_named(
+    cluster: Cluster, joins: bool
+) -> None:
+    old = await cluster.toy("both", name="nomad")
+    router = await cluster.router()
+    router.add_worker(old.url, joins=joins)
+    await cluster.met([old])
+    await old.kill()
+    await until(lambda: view(router, old).state == "connecting")
+    new = await cluster.toy("both", name="nomad")
+    router.add_worker(new.url, joins=True)
+    await cluster.met([new])
+    assert {shown.url for shown in router.workers()} == ({new.url} if joins else {old.url, new.url})
+
+
+async def test_a_router_that_follows_another_keeps_its_workers_as_those_that_joined(cluster: Cluster) -> None:
+    toy = await cluster.toy("both")
+    router = Router(RouterConfig(both=(toy.url,)), heartbeat_s=0.05)
+    cluster.routers.append(router)
+    await router.start(joins=True)
+    await cluster.met([toy])
+    assert view(router, toy).joins
+    await toy.leave()
+    await until(lambda: router.workers() == [])
 
 
 async def test_a_worker_that_joined_and_is_gone_without_a_word_is_forgotten_and_one_that_was_named_is_not(
@@ -436,17 +473,6 @@ async def test_a_worker_that_loads_or_ends_is_waited_for_without_a_warning(
     said = "not linked, trying again" if warned else f"waiting for a worker at {url}: it is"
     assert said in caplog.text
     assert warned == any(record.levelno >= logging.WARNING for record in caplog.records)
-
-
-async def test_a_name_that_comes_back_elsewhere_leaves_no_ghost(cluster: Cluster) -> None:
-    first = await cluster.toy("both", name="w")
-    router = await cluster.router(first)
-    await first.kill()
-    await until(lambda: not router.ready)
-    second = await cluster.toy("both", name="w")
-    router.add_worker(second.url)
-    assert await router.wait_ready(60)
-    assert [shown.url for shown in router.workers()] == [second.url]
 
 
 async def test_what_cannot_be_sent_leaves_no_charge(cluster: Cluster) -> None:

@@ -23,6 +23,7 @@ class Member(msgspec.Struct, kw_only=True):
     url: str
     state: str
     role: Role
+    joins: bool = False
     name: str = ""
     pid: int = 0
     devices: list[str] = []

@@ -36,7 +36,8 @@ def run_router(
     """Runs a router until it is told to end. Raises SetupError when it cannot start.
 
     `listen_fd` is a listening socket inherited from the parent; without it the front's host and port are bound. With
-    `accept_after_s` connections are left waiting in the socket until a request can be served, for that long at most.
+    `accept_after_s` connections are left waiting in the socket until a request can be served, for that long at most:
+    this router follows another one, whose workers it was given had joined that by themselves.
     """
     raise_open_files()
     sock = listen(front.host, front.port) if listen_fd is None else socket.socket(fileno=listen_fd)
@@ -66,7 +67,7 @@ async def _run(
     observe = observe or ObserveConfig()
     spans = open_tracing(observe.otlp_endpoint, "router")
     router = Router(config, spans=spans)
-    await router.start()
+    await router.start(joins=accept_after_s > 0)
     logger.info("router listens at %s", url_of(front.host, sock.getsockname()[1]))
     try:
         app = create_app(router, service, front, observe, spans)

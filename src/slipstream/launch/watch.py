@@ -35,7 +35,7 @@ class Watcher:
     """Polls one router until `close`; `on_news` is called on the watching thread after every poll.
 
     Of each worker address in `former`, a set that the owner replaces, the router is told to wait no longer, as often
-    as it is found waiting for it.
+    as it is found waiting for it; not if somebody has named that address, by `POST /workers`, who wants it waited for.
     """
 
     def __init__(self, url: str, api_key: str, on_news: Callable[[], None]) -> None:
@@ -56,7 +56,7 @@ class Watcher:
         while not self._closed.wait(self.interval_s):
             self.latest = self._ask()
             for member in self.latest.members:
-                if member.url in self.former and member.state in ("connecting", "refused"):
+                if member.joins and member.url in self.former and member.state in ("connecting", "refused"):
                     self._withdraw(member.url)
             self._on_news()
 

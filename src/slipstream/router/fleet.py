@@ -259,7 +259,7 @@ class Fleet:
 
     def left(self, worker: RemoteWorker) -> None:
         """One that had joined by itself will come back by itself; one that was named here is waited for."""
-        if worker.wanted_role is None:
+        if worker.joins:
             self.forget(worker)
 
     def _forget_silent(self) -> None:
@@ -268,15 +268,17 @@ class Fleet:
         for worker in list(self.workers.values()):
             gone = time.monotonic() - worker.seen
             kept = worker.silent and worker.same_machine  # `serve` kills it
-            if worker.joins and worker.link is None and gone > FORGET_S and not kept:
+            mute = worker.unanswered_s > 0 and (worker.info is None or worker.same_machine)  # and may become that
+            patience = FORGET_S + 3 * self._silence_s * mute
+            if worker.joins and worker.link is None and gone > patience and not kept:
                 text = "%s at %s has been gone for %.0f s; it is forgotten until it joins again"
                 logger.info(text, worker.name, worker.url, gone)
                 self.forget(worker)
 
     def _forget_former(self, worker: RemoteWorker) -> None:
-        """Takes out registrations of a process that came back elsewhere under its name."""
+        """Takes out what a process joined with that came back elsewhere under its name."""
         for other in list(self.workers.values()):
-            if other is not worker and other.link is None and other.wanted_role is None and other.label == worker.label:
+            if other is not worker and other.link is None and other.joins and other.label == worker.label:
                 logger.info("%s is back as %s; %s is forgotten", worker.label, worker.url, other.url)
                 self.forget(other)
 

@@ -81,8 +81,11 @@ class Router:
 
     # ------------------------------------------------------------------------------------------ life
 
-    async def start(self) -> None:
-        """Begins to look for the configured workers; does not wait for them. Raises ConfigError on a bad address."""
+    async def start(self, *, joins: bool = False) -> None:
+        """Begins to look for the configured workers; does not wait for them. Raises ConfigError on a bad address.
+
+        `joins`: those configured had joined an earlier router by themselves, and so they are kept as these are.
+        """
         self._fleet.start()
         self._lives.closed = False
         configured: dict[Role, tuple[str, ...]] = {
@@ -92,7 +95,7 @@ class Router:
         }
         for role, urls in configured.items():
             for url in urls:
-                self._fleet.add(url, role)
+                self._fleet.add(url, role, joins=joins)
 
     async def stop(self) -> None:
         """Ends what is under way with an error, aborts it at the workers, and closes all links."""

@@ -27,12 +27,14 @@ class WorkerView(msgspec.Struct, kw_only=True):
     """A registered worker, for tables, `/workers` and the banner.
 
     `requests`, `sequences` and `prefill_tokens` are this router's own; `waiting` to `pages_total` are what the worker
-    last reported (0 before that). `problems` are pairs it cannot serve in, in words.
+    last reported (0 before that). `joins`: it joined by itself, and nobody has named it. `problems` are pairs it cannot
+    serve in, in words.
     """
 
     url: str
     state: WorkerState
     role: Role
+    joins: bool = False
     problem: str = ""
     problems: list[str] = []
     id: str = ""
@@ -78,7 +80,7 @@ def view(worker: RemoteWorker, *, requests: int, problems: list[str], name_of: C
         shown.waiting, shown.running, shown.handing_off = status.waiting, status.running, status.handing_off
         shown.waiting_tokens, shown.pages_free = status.waiting_tokens, status.pages_free
         shown.pages_cached, shown.pages_total = status.pages_cached, status.pages_total
-    shown.requests, shown.problems = requests, problems
+    shown.requests, shown.problems, shown.joins = requests, problems, worker.joins
     shown.routes = [
         RouteView(
             peer=name_of(report.peer),
