@@ -8,19 +8,18 @@ from __future__ import annotations
 import os
 import re
 import signal
-import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.proc.load import body_of, check_texts, every_page_is_free, under_load
 from tests.proc.programs import Program, Server, alive, serving, until
-from tests.proc.test_faults_under_load import Seen, body_of, check_texts, settled, stream
 from tests.proc.test_rank_faults import followers
 from tests.unit.tiny_models import tiny_model
 
 from slipstream.lifeline import HUNG
 
-CLIENTS = 8
 SILENCE_S = 4
 STEP_TIMEOUT_S = 3
 pytestmark = pytest.mark.timeout(240)
@@ -47,38 +46,6 @@ def ranks(model: str) -> Iterator[Cluster]:
     workers = ("--prefill", "tp2@cpu", "--decode", "cpu", "--step-timeout-s", str(STEP_TIMEOUT_S))
     with serving(*workers, *options, model=model) as (program, server, _):
         yield program, server
-
-
-def under_load(server: Server, harm: Callable[[], None], healed: Callable[[], bool], what: str) -> Seen:
-    """Clients ask all the time; `harm` is done when they are being served, and they go on until it is `healed`."""
-    seen, ended = Seen(), threading.Event()
-
-    def client(number: int) -> None:
-        rounds = 0
-        while not ended.is_set():
-            stream(server, (number + rounds) % (2 * CLIENTS), seen)
-            rounds += 1
-
-    threads = [threading.Thread(target=client, args=(number,)) for number in range(CLIENTS)]
-    for thread in threads:
-        thread.start()
-    try:
-        until(lambda: sum(map(len, seen.whole.values())) > 2 * CLIENTS, "requests are being answered")
-        harm()
-        until(healed, what)
-    finally:
-        ended.set()
-        for thread in threads:
-            thread.join(60)
-    assert not any(thread.is_alive() for thread in threads), "a request hangs"
-    whole = sum(map(len, seen.whole.values()))
-    print(f"{what}: {whole} whole, {sorted(set(seen.refused))}, slowest {seen.slowest_s:.2f} s")
-    return seen
-
-
-def every_page_is_free(server: Server) -> None:
-    for worker in server.get("/workers")[1]["workers"]:
-        until(lambda url=worker["url"]: settled(Server(url).get("/audit")[1]), "all pages free or cached", 20.0)
 
 
 # ------------------------------------------------------------------------------------------------- whole workers
@@ -175,7 +142,7 @@ def test_ranks_that_have_nothing_to_do_for_longer_than_a_step_may_take_are_left_
     program, server = ranks
     before = until(lambda: server.pids() if len(server.pids()) == 2 else None, "both are there")
     said = len(program.output)
-    threading.Event().wait(2 * STEP_TIMEOUT_S)
+    time.sleep(2 * STEP_TIMEOUT_S)
     assert server.pids() == before
     assert "hangs" not in program.output[said:]
     assert server.post("/v1/completions", body_of(1))[0] == 200
