@@ -20,6 +20,8 @@ KVDtype = Literal["auto", "fp8"]
 AttentionBackend = Literal["auto", "torch", "triton", "flashinfer"]
 Transport = Literal["auto", "local", "shm", "tcp", "cuda_ipc", "nixl", "mooncake", "fake"]
 LogFormat = Literal["text", "json"]
+DAY_S = 86_400
+WEEK_S = 7 * DAY_S  # the longest time that any setting takes: timers of the system know no end, but they have one
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,7 +114,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_timeout_s: Annotated[
         float,
         Meta(
-            ge=0,
+            ge=1,
+            le=DAY_S,
+            extra={"or_zero": True},
             description="A step that has not ended after this time, and ten times what its tokens take here beside it, "
             "hangs: the worker says where, and ends. So does one whose threads or ranks do not answer. 0 is never.",
         ),
@@ -174,9 +178,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     wire_port: Annotated[int, Meta(ge=0, le=65535, description="Port for messages; 0 takes a free one.")] = 0
     join: Annotated[str, Meta(description="URL of a router to register with; repeated until it answers.")] = ""
     api_key: Annotated[str, Meta(description="Bearer token of the router to join, where it asks for one.")] = ""
-    heartbeat_s: Annotated[float, Meta(gt=0, description="Interval of Status and of heartbeats between machines.")] = (
-        1.0
-    )
+    heartbeat_s: Annotated[
+        float, Meta(ge=0.01, le=DAY_S, description="Interval of Status and of heartbeats between machines.")
+    ] = 1.0
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,12 +193,15 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, Meta(ge=1, description="Requests under way at most; more are refused with 429 and Retry-After.")
     ] = 4096
     worker_wait_s: Annotated[
-        float, Meta(ge=0, description="How long a request waits for a worker to come (back) before it gets 503.")
+        float,
+        Meta(ge=0, le=WEEK_S, description="How long a request waits for a worker to come (back) before it gets 503."),
     ] = 3.0
     worker_silence_s: Annotated[
         float,
         Meta(
-            ge=0,
+            ge=2,
+            le=DAY_S,
+            extra={"or_zero": True},
             description="A linked worker that answers nothing for so long is given up: its requests continue "
             "elsewhere, and `serve` kills it after as long again. 0 is never.",
         ),
@@ -209,7 +216,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
             "decode worker for prompts that would wait long."
         ),
     ] = False
-    request_timeout_s: Annotated[float, Meta(gt=0, description="A request that takes longer ends with 504.")] = 600.0
+    request_timeout_s: Annotated[
+        float, Meta(gt=0, le=WEEK_S, description="A request that takes longer ends with 504.")
+    ] = 600.0
 
 
 class FrontConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -257,10 +266,12 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
     decode: Annotated[str, Meta(description="Decode workers of `serve`, written like --prefill.")] = ""
     both: Annotated[str, Meta(description="Workers of `serve` for both roles, written like --prefill.")] = ""
     drain_s: Annotated[
-        float, Meta(ge=0, description="How long requests under way may take to finish after Ctrl-C or SIGTERM.")
+        float,
+        Meta(ge=0, le=WEEK_S, description="How long requests under way may take to finish after Ctrl-C or SIGTERM."),
     ] = 30.0
     start_timeout_s: Annotated[
-        float, Meta(gt=0, description="`serve` gives up when no request can be served after this time.")
+        float,
+        Meta(ge=1, le=WEEK_S, description="`serve` gives up when no request can be served after this time."),
     ] = 900.0
     max_failures: Annotated[
         int,

@@ -56,13 +56,14 @@ Config = TypeVar("Config", bound=msgspec.Struct)
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of one config struct. `kind` is msgspec's description of its type."""
+    """One field of one config struct. `kind` is msgspec's description of its type; `or_zero` allows 0 beside it."""
 
     section: str
     name: str
     description: str
     default: Any
     kind: inspect.Type
+    or_zero: bool = False
 
     @property
     def flag(self) -> str:
@@ -88,7 +89,9 @@ class Setting:
     @property
     def allowed(self) -> str:
         """What values are possible, as words."""
-        return "a count of workers, or a text that names devices" if self.is_spec else _allowed(self.kind)
+        if self.is_spec:
+            return "a count of workers, or a text that names devices"
+        return ("0 or " if self.or_zero else "") + _allowed(self.kind)
 
     def parse(self, text: str, where: str) -> Any:
         """The value that `text` of a flag or variable means. Raises ConfigError that begins with `where`."""
@@ -129,7 +132,7 @@ class Setting:
         elif isinstance(kind, inspect.FloatType):
             # NaN is in no range, and infinity is of no use in any of these settings
             numeric = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
-            if numeric and _within(value, kind):
+            if numeric and (_within(value, kind) or (self.or_zero and value == 0)):
                 return float(value)
         else:
             raise TypeError(f"{self.section}.{self.name}: no rule for settings of type {kind!r}")
@@ -174,11 +177,12 @@ def _settings_of(section: str, struct: type[msgspec.Struct]) -> Iterator[Setting
     described = inspect.type_info(struct)
     assert isinstance(described, inspect.StructType)
     for entry in described.fields:
-        kind, description = entry.type, ""
+        kind, description, or_zero = entry.type, "", False
         if isinstance(kind, inspect.Metadata):
+            or_zero = (kind.extra or {}).get("or_zero", False)
             description = (kind.extra_json_schema or {}).get("description", "")
             kind = kind.type
-        yield Setting(section, entry.name, description, entry.default, kind)
+        yield Setting(section, entry.name, description, entry.default, kind, or_zero)
 
 
 SETTINGS: tuple[Setting, ...] = tuple(

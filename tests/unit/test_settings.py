@@ -85,11 +85,30 @@ def test_values_arrive_in_their_types():
         ({"dtype": "int8"}, ("--dtype", "'int8'", "bfloat16")),
         ({"transport": "carrier-pigeon"}, ("--transport", "'carrier-pigeon'", "shm")),
         ({"port": "65536"}, ("--port", "65536", "from 0 to 65535")),
+        ({"step_timeout_s": "1e10"}, ("--step-timeout-s", "10000000000.0", "0 or a number from 1 to 86400")),
+        ({"step_timeout_s": "1e-9"}, ("--step-timeout-s", "1e-09", "0 or a number from 1 to 86400")),
+        ({"worker_silence_s": "1e10"}, ("--worker-silence-s", "10000000000.0", "0 or a number from 2 to 86400")),
+        ({"worker_silence_s": "1"}, ("--worker-silence-s", "1.0", "0 or a number from 2 to 86400")),
+        ({"worker_silence_s": "-1"}, ("--worker-silence-s", "-1.0", "0 or a number from 2 to 86400")),
     ],
 )
 def test_a_wrong_flag_is_named_with_its_value_and_what_is_possible(flags, words):
     message = refusal(SERVE, flags, environment={})
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("name", ["step_timeout_s", "worker_silence_s"])
+@pytest.mark.parametrize("value", ["0", "2", "86400"])
+def test_never_and_the_ends_of_the_range_are_possible(name: str, value: str):
+    assert SERVE[name].parse(value, name) == float(value)
+
+
+def test_every_duration_has_an_end_that_a_timer_can_take():
+    durations = [setting for setting in SETTINGS if setting.name.endswith("_s")]
+    assert len(durations) >= 7
+    for setting in durations:
+        with pytest.raises(ConfigError, match="is not possible"):
+            setting.check(1e10, setting.flag)
 
 
 def test_a_wrong_variable_is_named():

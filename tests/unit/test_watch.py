@@ -69,6 +69,42 @@ def test_a_step_may_take_longer_by_its_allowance() -> None:
     assert len(seen.look(1)) == 1
 
 
+def test_a_source_that_raises_is_logged_once_and_hides_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> UnderWay | None:
+        raise ZeroDivisionError
+
+    hangs: list[str] = []
+    sources = {"broken": broken, "it": lambda: UnderWay(1, broken_words)}
+    watch = Watch(10.0, sources, lambda what, seconds: hangs.append(what), on_look=broken)
+    assert all(watch.look(1.0) for _ in range(11))
+    assert not watch.look(1.0)
+    assert hangs == ["it has not got on"]
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 3
+    assert all(name in "\n".join(said) for name in ("at: broken;", "at every look;", "the words for it;"))
+
+
+def broken_words() -> str:
+    raise ZeroDivisionError
+
+
+def test_an_end_that_raises_is_tried_again_and_no_alarm_is_put_off_any_more(caplog: pytest.LogCaptureFixture) -> None:
+    looks: list[int] = []
+    calls: list[float] = []
+
+    def on_hang(what: str, seconds: float) -> None:
+        calls.append(seconds)
+        if len(calls) == 1:
+            raise RuntimeError("no thread can be started")
+
+    watch = Watch(10.0, {"it": lambda: UnderWay(1, lambda: "it")}, on_hang, on_look=lambda: looks.append(1))
+    assert all(watch.look(1.0) for _ in range(12))
+    assert not watch.look(1.0)
+    assert calls == [11.0, 12.0]
+    assert len(looks) == 12
+    assert "no thread can be started" in caplog.text
+
+
 def test_a_watch_that_was_held_up_as_a_whole_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[float] = []
     watch = Watch(8.0, {}, lambda what, seconds: None)

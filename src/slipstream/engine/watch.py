@@ -21,6 +21,7 @@ it goes on.
 from __future__ import annotations
 
 import faulthandler
+import logging
 import signal
 import sys
 import threading
@@ -36,6 +37,8 @@ from slipstream.engine.plan import StepPlan
 from slipstream.errors import SlipstreamError
 
 STDERR = 2  # its descriptor
+logger = logging.getLogger(__name__)
+
 TICK_S = 1.0
 LIKE_A_TOKEN = 4096  # tokens of context whose attention is taken to cost as much as the rest of a token's work
 SLACK = 10.0  # how much slower than the best step another may be, for the same work
@@ -61,7 +64,9 @@ Source = Callable[[], UnderWay | None]
 class Watch:
     """The watching thread of one worker. `on_hang(what, seconds)` is called there, at most once.
 
-    `sources` are asked at every look, by name; they must neither wait nor raise. `on_look` is called before them.
+    `sources` are asked at every look, by name; they must not wait. `on_look` is called before them. What raises is
+    logged once and asked again at the next look, and the others are asked all the same. An `on_hang` that raises is
+    called again, but `on_look` is not, so that a process whose alarm `on_look` puts off ends in any case.
     """
 
     def __init__(
@@ -78,6 +83,7 @@ class Watch:
         self._on_look = on_look
         self._tick_s = min(TICK_S, limit_s / 8)
         self._seen: dict[str, tuple[object, float]] = {}  # source -> its mark, and for how long it has been that
+        self._faults: set[str] = set()  # what has raised, and was logged
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="slipstream-watch", daemon=True)
 
@@ -98,9 +104,16 @@ class Watch:
     def look(self, passed_s: float) -> bool:
         """One look, `passed_s` after the one before; False when something hangs."""
         if self._on_look is not None:
-            self._on_look()
+            try:
+                self._on_look()
+            except Exception:
+                self._fault("what is done at every look")
         for name, source in self._sources.items():
-            now = source()
+            try:
+                now = source()
+            except Exception:
+                self._fault(name)
+                continue
             if now is None:
                 self._seen.pop(name, None)
                 continue
@@ -108,9 +121,28 @@ class Watch:
             age = age + passed_s if mark == now.mark else 0.0
             self._seen[name] = (now.mark, age)
             if age > self._limit_s + now.more_s:
-                self._on_hang(now.what(), age)
-                return False
+                return not self._tell(name, now, age)
         return True
+
+    def _tell(self, name: str, hung: UnderWay, age: float) -> bool:
+        """Whether the owner has taken it."""
+        try:
+            what = hung.what()
+        except Exception:
+            self._fault(f"the words for {name}")
+            what = f"{name} has not got on"
+        try:
+            self._on_hang(what, age)
+        except Exception:
+            self._fault("the end of a worker that hangs")
+            self._on_look = None
+            return False
+        return True
+
+    def _fault(self, what: str) -> None:
+        if what not in self._faults:
+            self._faults.add(what)
+            logger.exception("a fault in the watch of this worker, at: %s; it goes on, and tries that again", what)
 
     def _run(self) -> None:
         last = time.monotonic()
