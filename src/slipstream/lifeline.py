@@ -19,7 +19,8 @@ HUNG = 71  # exit code of a process that has ended itself because it did not get
 EXPLAINED = {
     HUNG: ": it hung, and says above where",
     -signal.SIGKILL: " (out of memory?)",
-    -signal.SIGALRM: ": it hung in native code that kept its interpreter; its threads are listed above",
+    -signal.SIGALRM: ": it was stopped by a signal for too long, or hung in native code that kept its interpreter; its "
+    "threads are listed above",
 }
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

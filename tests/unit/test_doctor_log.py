@@ -228,7 +228,7 @@ LINES = {
         "10:00:00.000 error engine.guard: this worker hangs: decode step 7 (3 sequences, 3 tokens) has not ended for "
         "121 s (--step-timeout-s 120).",
         "10:00:01.000 warning launch.supervise: p (pid 7) ended with exit code 71: it hung, and says above where",
-        "decode-0 (pid 8) was ended by SIGALRM: it hung in native code that kept its interpreter",
+        "decode-0 (pid 8) was ended by SIGALRM: it was stopped by a signal for too long, or hung in native code that",
     ],
     "rank-silent": [
         "this worker hangs: rank 1 (pid 7, stopped by a signal) has not shown a sign of life for 121 s",

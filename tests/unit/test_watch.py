@@ -22,7 +22,7 @@ from slipstream.engine.guard import Guard, Hung
 from slipstream.engine.plan import StepOutcome, StepPlan
 from slipstream.engine.watch import SLACK, Allowance, Pulse, UnderWay, Watch, stacks, step_in_words, work
 from slipstream.errors import PeerLost
-from slipstream.lifeline import HUNG
+from slipstream.lifeline import HUNG, ended_how
 
 
 class Seen:
@@ -390,6 +390,12 @@ alarm.put_off()
 time.sleep(0.6)
 print("alive")
 """
+
+
+def test_an_alarm_that_has_rung_is_reported_with_all_that_it_may_mean() -> None:
+    """The timer runs on while the process is stopped: nobody can tell afterwards."""
+    said = ended_how(-signal.SIGALRM)
+    assert said.startswith("was ended by SIGALRM: it was stopped by a signal for too long, or hung in native code")
 
 
 def test_an_alarm_that_is_closed_rings_no_more() -> None:
