@@ -127,7 +127,8 @@ def test_a_package_that_is_not_installed_is_named_as_missing_and_no_transport_at
 
 
 def test_who_asks_for_no_transport_is_not_warned_of_none(tmp_path: Path):
-    report = run(Options(engines=("raw",), sizes=(4096,), batch_bytes=1 << 16, case_s=0.01), tmp_path, lambda text: None)
+    options = Options(engines=("raw",), sizes=(4096,), batch_bytes=1 << 16, case_s=0.01)
+    report = run(options, tmp_path, lambda text: None)
     assert not unmeasured(("raw",), report)
     assert not any("warning" in note for note in report.notes)
 
