@@ -178,6 +178,7 @@ def test_all_timelines_come_with_one_question_and_who_did_not_answer_is_said(
 ) -> None:
     asked: list[str] = []
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)  # as wide as the text; a parallel test run says 80
 
     def answer(connection: socket.socket, over: threading.Event) -> None:
         asked.append(connection.recv(65536).split(b" ")[1].decode())
