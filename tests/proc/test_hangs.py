@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,23 +95,6 @@ def test_a_router_that_is_stopped_for_good_is_started_again(cluster: Cluster) ->
     until(lambda: f"router (pid {old}) has answered nothing for {2 * SILENCE_S} s" in program.output, "it is noticed")
     until(lambda: not alive(old) and server.ready() and len(server.pids()) == 2, "another one serves")
     assert server.post("/v1/completions", body_of(1))[0] == 200
-
-
-def test_a_worker_that_was_taken_out_outlives_the_time_of_a_start_and_a_router(model: str) -> None:
-    bounds = ("--start-timeout-s", "15", "--worker-silence-s", str(SILENCE_S))
-    with serving("--served-model-name", "tiny", *bounds, model=model) as (program, server, pids):
-        call = urllib.request.Request(server.url + "/workers/decode-0", method="DELETE")
-        with urllib.request.urlopen(call, timeout=60) as answer:
-            assert answer.status == 200
-        until(lambda: set(server.pids()) == {"prefill-0"}, "it is out")
-        time.sleep(17)  # no event says that nothing happened: longer than a start may take
-        os.kill(pids["router"], signal.SIGKILL)
-        os.kill(pids["prefill-0"], signal.SIGSTOP)  # the next router never hears of this one
-        until(lambda: server.pids().get("prefill-0", pids["prefill-0"]) != pids["prefill-0"], "another one is there")
-        assert f"prefill-0 (pid {pids['prefill-0']}) has answered nothing for {2 * SILENCE_S} s" in program.output
-        assert "start_timeout_s" not in program.output
-        assert alive(pids["decode-0"])
-        assert set(server.pids()) == {"prefill-0"}
 
 
 # ------------------------------------------------------------------------------------------------- ranks
