@@ -232,7 +232,7 @@ def test_processes_that_see_different_gpus_exchange_pages(children: list[Child])
     connect(children, pool_bytes(OPTIONS))
     for direction in ("push", "pull"):
         for case in (Case(1024, 65536, False), Case(4096, 16384, False), Case(1 << 20, 64, False)):
-            row = _measure(children, "cuda_ipc", case, direction, OPTIONS)
+            row = _measure(children, "cuda_ipc", case, direction, 0.05, OPTIONS)
             print(row)
             assert (row.verified, row.problem) == (True, "")
 

@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="needs triton (extra: gpu)")
 from tests.unit import sampling_checks  # noqa: E402
 from tests.unit.kernel_checks import CHECKS  # noqa: E402
 from tests.unit.served import random_requests, serve  # noqa: E402
-from tests.unit.test_kernels_runner import SETTINGS, answers  # noqa: E402
+from tests.unit.test_kernels_runner import GREEDY, SETTINGS, answers  # noqa: E402
 from tests.unit.tiny_models import (  # noqa: E402
     LogitsProbe,
     make_plan,
@@ -74,8 +74,7 @@ def runners(opened: OpenedModel) -> tuple[Runner, CudaRunner]:
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_graphs_and_kernels_answer_like_plain_torch(architecture: str, tmp_path: Path):
     plain, fast = runners(opened_model(tmp_path, architecture, "float32"))
-    greedy = [s for s in SETTINGS if s.temperature == 0 and not s.penalized]
-    for settings in (SETTINGS, greedy):
+    for settings in (SETTINGS, GREEDY):
         found, wanted = answers(fast, settings), answers(plain, settings)
         assert [row for row in found if isinstance(row[0], int)] == [row for row in wanted if isinstance(row[0], int)]
 
@@ -121,8 +120,7 @@ def test_two_steps_under_way_answer_like_plain_torch(architecture: str, pages: i
 def test_prompt_graphs_answer_like_plain_torch(architecture: str, tmp_path: Path):
     plain, fast = runners(opened_model(tmp_path, architecture, "float32", prompt_graphs=True))
     assert fast._pieces.sizes[-1] == 2048
-    greedy = [s for s in SETTINGS if s.temperature == 0 and not s.penalized]
-    for settings in (SETTINGS, greedy):
+    for settings in (SETTINGS, GREEDY):
         found, wanted = answers(fast, settings), answers(plain, settings)
         assert [row for row in found if isinstance(row[0], int)] == [row for row in wanted if isinstance(row[0], int)]
 

@@ -33,6 +33,7 @@ SETTINGS = [
     SamplingParams(temperature=0.0, repetition_penalty=1.2, min_tokens=3),
     SamplingParams(temperature=0.0),
 ]
+GREEDY = [s for s in SETTINGS if s.temperature == 0 and not s.penalized]
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
@@ -51,7 +52,8 @@ def answers(runner: Runner, settings: list[SamplingParams], steps: int = 12) -> 
     """Prompts of several lengths, one of them computed in two chunks beside decoding ones; then decode steps."""
     rng, count = np.random.default_rng(0), len(settings)
     tables = shuffled_tables(count, 12, PAGES)
-    prompts = [rng.integers(3, 250, length).tolist() for length in (17, 40, 1, 9, 30)[:count]]
+    lengths = [*(17, 40, 1, 9)[: count - 1], 30]
+    prompts = [rng.integers(3, 250, length).tolist() for length in lengths]
     rows = [new_row(row, params, prompt_ids=prompts[row]) for row, params in enumerate(settings)]
     late = count - 1
     parts = [(row, prompts[row], 0, tables[row]) for row in range(late)]
@@ -83,8 +85,9 @@ def answers(runner: Runner, settings: list[SamplingParams], steps: int = 12) -> 
 
 
 def test_the_runner_of_gpus_answers_like_the_plain_one(folder: Path):
-    wanted = answers(make_runner(load_model(folder), pages=PAGES), SETTINGS)
-    assert answers(twin_runner(folder), SETTINGS) == wanted
+    for settings in (SETTINGS, GREEDY):
+        wanted = answers(make_runner(load_model(folder), pages=PAGES), settings)
+        assert answers(twin_runner(folder), settings) == wanted
 
 
 @pytest.mark.parametrize("pages", [PAGES, 22])
