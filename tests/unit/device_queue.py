@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.transfer.cuda.batches import Words
 from slipstream.transfer.cuda.copier import Copier
 from slipstream.transfer.cuda.launcher import CopySettings, Launch
 from slipstream.transfer.cuda.runtime import CudaError
@@ -193,8 +194,8 @@ class QueueDevice:
         to, origin = self._reach(destination, size), self._reach(source, size)
         self._streams[stream].work.put(lambda: ctypes.memmove(to, origin, size))
 
-    def copy_batch(self, destinations: list[int], sources: list[int], sizes: list[int], stream: int) -> None:
-        for to, origin, size in zip(destinations, sources, sizes, strict=True):
+    def copy_batch(self, destinations: Words, sources: Words, sizes: Words, stream: int) -> None:
+        for to, origin, size in zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             self.copy(to, origin, size, stream)
 
     def launch(self, launch: Launch, stream: int, settings: CopySettings) -> None:

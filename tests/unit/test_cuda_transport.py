@@ -22,12 +22,13 @@ import pytest
 from slipstream.config import TransferConfig
 from slipstream.errors import ConfigError, PeerLost, PoolTooSmall, RouteUnavailable
 from slipstream.transfer.cuda.alarm import Alarm
+from slipstream.transfer.cuda.batches import Words
 from slipstream.transfer.cuda.copier import Copier
 from slipstream.transfer.cuda.door import ProcessDoor
 from slipstream.transfer.cuda.launcher import CopySettings, Launch, TritonLauncher
 from slipstream.transfer.cuda.memory import DeviceMemory, Seal, read_seal, seal_offset
 from slipstream.transfer.cuda.plan import CopyCosts
-from slipstream.transfer.cuda.runtime import CudaError, Device, find_device, uuid_text
+from slipstream.transfer.cuda.runtime import CudaError, find_device, uuid_text
 from slipstream.transfer.staging import Staging
 from slipstream.transfer.transports.base import Context, Exports, Region, Runs
 from slipstream.transfer.transports.cuda_ipc import CudaIpcTransport, CudaRemote, event_handle
@@ -148,8 +149,8 @@ class HostDevice:
     def copy(self, destination: int, source: int, size: int, stream: int) -> None:
         self._queue(stream, lambda: ctypes.memmove(destination, source, size))
 
-    def copy_batch(self, destinations: list[int], sources: list[int], sizes: list[int], stream: int) -> None:
-        for to, origin, size in zip(destinations, sources, sizes, strict=True):
+    def copy_batch(self, destinations: Words, sources: Words, sizes: Words, stream: int) -> None:
+        for to, origin, size in zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             self.copy(to, origin, size, stream)
 
     def launch(self, launch: Launch, stream: int, settings: CopySettings) -> None:
@@ -373,34 +374,6 @@ def test_batches_of_the_copy_engine_queue_one_behind_the_other(ranks: tuple[Rank
     assert sorted(done.ticket for done in completions(a, 4)) == tickets
     rows = [contents(memory)[: PAGES * PAGE].reshape(PAGES, PAGE) for memory in (a.memory, b.memory)]
     assert (rows[1][PAGES - 4 :] == rows[0][:4][::-1]).all()
-
-
-class NotingRuntime:
-    """Notes the calls that a Device makes."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.cudart = self
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *arguments: NotingRuntime()
-
-    def device_uuids(self) -> list[str]:
-        return [UUID]
-
-    def call(self, name: str, *arguments: Any) -> None:
-        self.calls.append((name, *arguments))
-
-
-def test_the_copy_engine_begins_before_a_long_batch_is_queued():
-    runtime: Any = NotingRuntime()
-    runtime.cudaMemcpySrcAccessOrder = NotingRuntime()
-    count = 2000
-    Device(0, runtime).copy_batch(list(range(count)), list(range(count, 2 * count)), [8] * count, 3)
-    assert [call[4] for call in runtime.calls] == [32, 64, 128, 256, 512, 512, 496]
-    assert [to for call in runtime.calls for to in call[1]] == list(range(count))
-    assert [origin for call in runtime.calls for origin in call[2]] == list(range(count, 2 * count))
-    assert {(call[0], call[8]) for call in runtime.calls} == {("cudaMemcpyBatchAsync", 3)}
 
 
 def test_an_empty_batch_is_done_at_once(ranks: tuple[Rank, Rank]):

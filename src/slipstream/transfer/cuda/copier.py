@@ -182,9 +182,7 @@ class Copier:
         copy.slots = []
 
     def _by_engine(self, source_at: int, destination_at: int, runs: Runs, stream: int) -> None:
-        destinations = (runs.destination + destination_at).tolist()
-        sources = (runs.source + source_at).tolist()
-        self.device.copy_batch(destinations, sources, runs.length.tolist(), stream)
+        self.device.copy_batch(runs.destination + destination_at, runs.source + source_at, runs.length, stream)
 
     def _by_kernel(self, copy: Copy, source_at: int, destination_at: int, runs: Runs, seen: Survey) -> None:
         for part in kernel_lists(source_at, destination_at, runs, seen):

@@ -3,23 +3,25 @@
 `find_device` turns what a user or a peer writes ("cuda:1", 1, "GPU-5f3c...") into the index that this process has for
 that GPU under its CUDA_VISIBLE_DEVICES; from there on a `Device` carries the index and the UUID, and UUIDs alone are
 compared between processes. The calls go through the `cuda-bindings` package, which is imported here and nowhere else,
-when the first device is asked for. Handles (streams, events, addresses) are plain integers.
+when the first device is asked for; only lists of copies go past it (`batches`). Handles (streams, events, addresses)
+are plain integers.
 
 CUDA keeps the current device a thread. `Device.use` sets it; all other methods expect that their thread has done so.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from slipstream.errors import ConfigError, MissingExtra, TransferError
+from slipstream.transfer.cuda.batches import BatchCopies, Words
 
 _NOT_READY = 600  # cudaErrorNotReady
-_FIRST_COPIES = 32  # copies of the first cudaMemcpyBatchAsync call, so that the GPU begins before the rest is queued;
-_MOST_COPIES = 512  # the next calls take twice as many each, up to this
 
 
 class CudaError(TransferError):
@@ -49,6 +51,16 @@ class Runtime:
             text = self.cudart.cudaGetErrorString(error)[1]
             raise CudaError(name, error.name, text.decode() if isinstance(text, bytes) else str(text))
         return values[0] if len(values) == 1 else tuple(values)
+
+    @cached_property
+    def batches(self) -> BatchCopies:
+        """Copies by the list, through the driver's own library, which is loaded where there is a device."""
+
+        def fail(call: str, code: int) -> None:
+            error, name = self.driver.cuGetErrorName(self.driver.CUresult(code))
+            raise CudaError(call, name.decode() if int(error) == 0 else str(code), "the driver refuses it")
+
+        return BatchCopies(ctypes.CDLL("libcuda.so.1"), fail)
 
     def device_uuids(self) -> list[str]:
         """The UUIDs of the GPUs that this process may use, in the order of their indices; none without a driver."""
@@ -296,18 +308,6 @@ class Device:
         kind = self._runtime.cudart.cudaMemcpyKind.cudaMemcpyDefault
         self._call("cudaMemcpyAsync", destination, source, size, kind, stream)
 
-    def copy_batch(self, destinations: list[int], sources: list[int], sizes: list[int], stream: int) -> None:
+    def copy_batch(self, destinations: Words, sources: Words, sizes: Words, stream: int) -> None:
         """Queues many copies, in few calls. Their order among each other is not defined."""
-        if len(sizes) == 1:
-            self.copy(destinations[0], sources[0], sizes[0], stream)
-            return
-        cudart = self._runtime.cudart
-        attributes = cudart.cudaMemcpyAttributes()
-        attributes.srcAccessOrder = cudart.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
-        start, most = 0, _FIRST_COPIES
-        while start < len(sizes):
-            part = slice(start, start + most)
-            count = len(sizes[part])
-            arguments = (destinations[part], sources[part], sizes[part], count, [attributes], [0], 1, stream)
-            self._call("cudaMemcpyBatchAsync", *arguments)
-            start, most = start + most, min(2 * most, _MOST_COPIES)
+        self._runtime.batches(destinations, sources, sizes, stream)
