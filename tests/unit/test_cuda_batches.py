@@ -26,11 +26,9 @@ class Driver:
         self.calls: list[list[tuple[int, int, int]]] = []
         self.streams: set[int] = set()
         self.code = code
-        behind = [ctypes.POINTER(Attributes), ctypes.POINTER(ctypes.c_size_t), ctypes.c_size_t]
+        behind = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
         new = ctypes.CFUNCTYPE(ctypes.c_int, *LISTS, ctypes.c_size_t, *behind, ctypes.c_void_p)
-        old = ctypes.CFUNCTYPE(
-            ctypes.c_int, *LISTS, ctypes.c_size_t, *behind, ctypes.POINTER(ctypes.c_size_t), ctypes.c_void_p
-        )
+        old = ctypes.CFUNCTYPE(ctypes.c_int, *LISTS, ctypes.c_size_t, *behind, ctypes.c_void_p, ctypes.c_void_p)
         single = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
         library: dict[str, Any] = {"cuMemcpyAsync": single(self.one)}
         if age != "12.7":
@@ -45,19 +43,17 @@ class Driver:
         self.streams.add(stream)
         return self.code
 
-    def many(
-        self, to: int, origin: int, size: int, count: int, attributes: Any, first: Any, kinds: int, on: int
-    ) -> int:
+    def many(self, to: int, origin: int, size: int, count: int, how: int, first: int, kinds: int, on: int) -> int:
         columns = [(ctypes.c_uint64 * count).from_address(address) for address in (to, origin, size)]
         self.calls.append(list(zip(*columns, strict=True)))
         self.streams.add(on)
-        given = how.contents
-        assert (given.order, given.flags, first.contents.value, kinds) == (1, 0, 0, 1)
+        given, since = Attributes.from_address(how), ctypes.c_size_t.from_address(first).value
+        assert (given.order, given.flags, since, kinds) == (1, 0, 0, 1)
         return self.code
 
     def refused_or_many(self, *arguments: Any) -> int:
         *before, bad, on = arguments
-        bad.contents.value = 7
+        ctypes.c_size_t.from_address(bad).value = 7
         return self.many(*before, on)
 
     def copies(self) -> BatchCopies:
