@@ -17,6 +17,7 @@ from slipstream.kv.pool import HostPool
 from slipstream.transfer.agent import CopyJob, TransferAgent
 from slipstream.transfer.cuda.memory import DeviceMemory
 from slipstream.transfer.cuda.runtime import Device
+from slipstream.transfer.job import Behind
 from slipstream.transfer.transports.base import Runs
 
 HAVE_GPU = torch.cuda.is_available() and importlib.util.find_spec("cuda") is not None
@@ -116,7 +117,7 @@ def test_a_copy_waits_for_the_work_before_its_event(make: Make, transport: str) 
         view[: LAYOUT.page_bytes] = 77
         event = torch.cuda.Event()
         event.record()
-    source.agent.submit(CopyJob("D", 1, [0], [5], after=event))
+    source.agent.submit(CopyJob("D", 1, [0], [5], after=Behind(event)))
     assert source.done.get(timeout=WAIT_S) == (1, None)
     assert (destination.memory.read(5 * LAYOUT.page_bytes, LAYOUT.page_bytes) == 77).all()
 

@@ -23,6 +23,7 @@ from slipstream.engine.effects import CopyPages, ToPeer, ToRouter
 from slipstream.engine.plan import StepOutcome, StepPlan
 from slipstream.kv.layout import KVLayout
 from slipstream.kv.pages import PageState
+from slipstream.transfer.job import Behind
 
 from .model import PretendModel, Violation
 
@@ -43,6 +44,7 @@ class Numbers:
     prefix_cache: bool = True
     headroom_tokens: int = 4
     depth: int = 1  # steps that are launched before the first of them is settled
+    ordered: bool = False  # the device keeps an order of steps and copies, as GPUs do: copies are begun behind steps
 
 
 @dataclass
@@ -118,12 +120,24 @@ class Channel:
         return self.cut_at
 
 
-@dataclass
+@dataclass(eq=False)
 class Launched:
     """A step under way; `outcome` is there when the device has done it."""
 
     plan: StepPlan
     outcome: StepOutcome | None = None
+    failed: bool = False
+    behind: Behind = field(init=False)
+    waiting: list[Callable[[], None]] = field(default_factory=list)  # what begins when it is done
+
+    def __post_init__(self) -> None:
+        self.behind = Behind(self)
+
+    def over(self) -> None:
+        """The device has done it, or given it up."""
+        waiting, self.waiting = self.waiting, []
+        for action in waiting:
+            action()
 
 
 class RouterSide:
@@ -193,6 +207,9 @@ class Worker:
         if plan is None:
             return
         self._under_way.append(Launched(plan))
+        if self.numbers.ordered:
+            self.core.launched(plan, self._under_way[-1].behind)
+            self.deliver()
         if self.world.rng.random() < 0.5:
             self._compute(len(self._under_way))
         self.world.after(0.1 + self.world.delay(2.0), self._settle)
@@ -204,6 +221,10 @@ class Worker:
         for launched in list(self._under_way)[:steps]:
             if launched.outcome is None:
                 launched.outcome = self.model.execute(launched.plan)
+                if not self._spared and self.world.rng.random() < self.trouble.step_failures:
+                    launched.failed = True
+                    self.model.spoil(launched.plan)
+                launched.over()
 
     def _settle(self) -> None:
         if not self.alive or not self._under_way:
@@ -212,9 +233,11 @@ class Worker:
         launched = self._under_way.popleft()
         plan, outcome = launched.plan, launched.outcome
         assert outcome is not None
-        if not self._spared and self.world.rng.random() < self.trouble.step_failures:
+        if launched.failed:
             self._spared = plan.sequences
-            self._under_way.clear()  # what comes of a step behind it is not looked at
+            for behind in self._under_way:  # what comes of these is not looked at
+                behind.over()
+            self._under_way.clear()
             self.core.step_failed(plan, "the step failed")
             self.model.failed()
         else:  # the sequences of a failed step are computed alone, and then succeed
@@ -284,9 +307,18 @@ class Worker:
             return
         link.jobs += 1
         error = "told to fail" if rng.random() < self.trouble.copy_failures else None
-        runs = 0.05 + world.delay(self.trouble.copy_delay)
-        world.after(runs, lambda: link.write(job, error))
-        world.after(runs + world.delay(1.0), lambda: self._copied(link, job, error))
+
+        def begin() -> None:
+            runs = 0.05 + world.delay(self.trouble.copy_delay)
+            read = [list(self.model.store[page]) for page in job.source_pages] if rng.random() < 0.5 else None
+            world.after(runs, lambda: link.write(job, error, read))
+            world.after(runs + world.delay(1.0), lambda: self._copied(link, job, error))
+
+        step = None if job.behind is None else job.behind.event
+        if step is None or step not in self._under_way or step.outcome is not None:
+            begin()
+        else:
+            step.waiting.append(begin)
 
     def _copied(self, link: Link, job: CopyPages, error: str | None) -> None:
         link.jobs -= 1
@@ -342,18 +374,20 @@ class Link:
 
     # --------------------------------------------------------------------------------------------------------- copies
 
-    def write(self, job: CopyPages, error: str | None) -> None:
-        """The bytes move. A job that will fail has written all, some or garbage."""
+    def write(self, job: CopyPages, error: str | None, read: list[list[int]] | None) -> None:
+        """The bytes move, those that were `read` when the job began or those that are there now. A job that will fail
+        has written all, some or garbage."""
         source, destination = self.source, self.destination
         if self.proven or not destination.alive:
             return
         self._check(job)
         rng = self.world.rng
-        for mine, theirs in zip(job.source_pages, job.destination_pages, strict=True):
+        pages = read or [list(source.model.store[page]) for page in job.source_pages]
+        for mine, theirs in zip(pages, job.destination_pages, strict=True):
             if error is None or rng.random() < 0.4:
-                destination.model.store[theirs] = list(source.model.store[mine])
+                destination.model.store[theirs] = mine
             elif rng.random() < 0.5:
-                destination.model.store[theirs] = [rng.getrandbits(60) for _ in source.model.store[mine]]
+                destination.model.store[theirs] = [rng.getrandbits(60) for _ in mine]
 
     def _check(self, job: CopyPages) -> None:
         source, destination = self.source, self.destination

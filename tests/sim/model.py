@@ -73,6 +73,7 @@ class PretendModel:
     def __init__(self, core: EngineCore, pages: int, page_tokens: int, rng: random.Random, depth: int) -> None:
         self._core = core
         self._page_tokens = page_tokens
+        self._rng = rng
         self.store = [[rng.getrandbits(60) for _ in range(page_tokens)] for _ in range(pages)]
         self._depth = depth
         self._step = 0
@@ -122,6 +123,14 @@ class PretendModel:
         if self._rows[row].min_tokens:
             raise Violation(f"row {row}: is scheduled ahead of a token that its sampling has to know")
         return [self._last[row]]
+
+    def spoil(self, plan: StepPlan) -> None:
+        """A step has failed half-way: what it should have written is anything."""
+        for i, context in enumerate(plan.context_lens.tolist()):
+            first = context - int(plan.query_start[i + 1] - plan.query_start[i])
+            for position in range(first, context):
+                page = int(plan.block_tables[i, position // self._page_tokens])
+                self.store[page][position % self._page_tokens] = self._rng.getrandbits(60)
 
     def failed(self) -> None:
         """The last steps count as failed: what they said of rows may be said again."""

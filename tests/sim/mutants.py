@@ -5,6 +5,7 @@ A mutant replaces methods of the engine for as long as its context lasts.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,9 +15,10 @@ import msgspec
 from slipstream import wire
 from slipstream.engine import outgoing, scheduler, sequence
 from slipstream.engine.core import EngineCore
-from slipstream.engine.effects import Outbox
+from slipstream.engine.effects import CopyPages, Outbox
 from slipstream.engine.flights import Flights
 from slipstream.engine.incoming import Incoming
+from slipstream.engine.outgoing import Outgoing
 from slipstream.engine.rows import RowTable
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.sequence import Sequence
@@ -412,6 +414,40 @@ def a_failed_chunk_is_not_computed_again() -> list[Patch]:
 
     honest = Flights.void
     return [(Flights, "void", void)]
+
+
+@mutant
+def a_chunk_of_a_failed_step_is_copied_once() -> list[Patch]:
+    return [(SourceHandoff, "rewind", lambda self, pages: None)]
+
+
+@mutant
+def a_copy_behind_a_failed_step_is_not_waited_for() -> list[Patch]:
+    def rewind(self: SourceHandoff, pages: int) -> None:
+        honest(self, pages)
+        self._again = False
+
+    honest = SourceHandoff.rewind
+    return [(SourceHandoff, "rewind", rewind)]
+
+
+@mutant
+def a_copy_does_not_wait_for_its_step() -> list[Patch]:
+    def copy(self: Outbox, job: CopyPages) -> None:
+        job = dataclasses.replace(job, behind=None)
+        honest(self, job)
+
+    honest = Outbox.copy
+    return [(Outbox, "copy", copy)]
+
+
+@mutant
+def the_unfinished_page_of_a_chunk_is_copied() -> list[Patch]:
+    def computing(self: Outgoing, one: Sequence, tokens: int, behind: Any) -> None:
+        honest(self, one, -(-tokens // self._page_tokens) * self._page_tokens, behind)
+
+    honest = Outgoing.computing
+    return [(Outgoing, "computing", computing)]
 
 
 @mutant

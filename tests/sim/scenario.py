@@ -51,8 +51,10 @@ class Scenario:
         self.seed = seed
         self.world = World(seed, trace)
         rng = self.world.rng
-        self.numbers = _numbers(rng, depth=1 + seed % 2)
+        self.numbers = _numbers(rng, depth=1 + seed % 2, ordered=seed % 4 > 1)
         self.trouble = _trouble(rng)
+        if self.numbers.ordered and rng.random() < 0.5:  # steps that fail with copies behind them
+            self.trouble = replace(self.trouble, step_failures=0.2, copy_delay=10.0)
         self.trouble.premature_proof = premature_proof
         self.result = Result()
         self.workers: list[Worker] = []
@@ -214,7 +216,7 @@ class Scenario:
         return self.result
 
 
-def _numbers(rng: random.Random, depth: int) -> Numbers:
+def _numbers(rng: random.Random, depth: int, ordered: bool) -> Numbers:
     """Small pools: mostly with room for one of the longest requests and a little more, sometimes not even for it."""
     page_tokens = rng.choice((2, 4, 4))
     longest = rng.choice((24, 40))
@@ -227,6 +229,7 @@ def _numbers(rng: random.Random, depth: int) -> Numbers:
         prefix_cache=rng.random() < 0.85,
         headroom_tokens=rng.choice((0, 0, 2, 8)),
         depth=depth,
+        ordered=ordered,
         mixed_chunk_tokens=rng.choice((0, 0, 3, 8)),
     )
 

@@ -38,6 +38,8 @@ class PoisonedRunner:
         self._launched.append(plan)
         self.most = max(self.most, len(self._launched))
 
+    def behind(self) -> None: ...
+
     def collect(self) -> StepOutcome:
         plan = self._launched.popleft()
         if self.broken or self.poison & set(plan.token_ids.tolist()):

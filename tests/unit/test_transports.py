@@ -19,6 +19,7 @@ from slipstream.kv.layout import KVLayout
 from slipstream.kv.pool import HostPool
 from slipstream.transfer.agent import CopyJob, TransferAgent
 from slipstream.transfer.copies import HeadRange, head_range
+from slipstream.transfer.job import Behind
 from slipstream.transfer.transports.base import Description, Exports, Region, Runs
 from slipstream.transfer.transports.door import Address, knock
 from slipstream.transfer.transports.local import Neighbourhood
@@ -411,7 +412,7 @@ def load_for(region: Region, transport: str) -> None:
 def test_a_device_event_before_a_copy_of_cpu_memory_is_an_error(make: Make, transport: str) -> None:
     source, destination = make(transport), make("auto")
     join(source, destination)
-    source.agent.submit(CopyJob("D", 1, [0], [0], after=object()))
+    source.agent.submit(CopyJob("D", 1, [0], [0], after=Behind(object())))
     assert "device event" in (source.outcomes(1)[1] or "")
 
 

@@ -30,6 +30,7 @@ from slipstream.kv.pool import HostPool
 from slipstream.transfer.agent import CopyJob, TransferAgent
 from slipstream.transfer.cuda.memory import DeviceMemory
 from slipstream.transfer.cuda.runtime import CudaError
+from slipstream.transfer.job import Behind
 from slipstream.transfer.staging import Staging, cpu_list, running_on
 from slipstream.transfer.transports.base import Context, Runs, Transport
 from slipstream.transfer.transports.door import Address, knock
@@ -153,7 +154,7 @@ def test_a_copy_waits_for_the_event_before_it(make: Make, transport: str) -> Non
     source.fill(1)
     assert source.device is not None
     event = source.device.event()
-    source.agent.submit(CopyJob("D", 1, [3], [4], after=event))
+    source.agent.submit(CopyJob("D", 1, [3], [4], after=Behind(event)))
     with pytest.raises(queue.Empty):
         source.done.get(timeout=0.15)
     source.pages[3] = 99  # what the event stands for

@@ -104,6 +104,8 @@ class NullRunner:
         for length in plan.context_lens.tolist():
             self._diary.note("computing", length)
 
+    def behind(self) -> None: ...
+
     def collect(self) -> StepOutcome:
         plan, self._plan = self._plan, None
         assert plan is not None

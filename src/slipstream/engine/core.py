@@ -6,6 +6,7 @@ The loop of a worker feeds it what arrives, asks for a plan, has it executed, an
     plan = core.schedule()                                                    also when idle: grants are decided here
     carry out core.take_effects()                                             offers leave before the chunk is computed
     runner.launch(plan)                                                       nothing to do when the plan is None
+    core.launched(plan, behind), take_effects()                               where copies can wait for a step: on GPUs
     core.settle(plan, runner.collect())                                       or core.step_failed(plan, reason)
     carry out core.take_effects()                                             tokens, copies of the chunk, commits
 
@@ -45,6 +46,7 @@ from slipstream.errors import REQUEST_ERRORS
 from slipstream.kv.layout import KVLayout
 from slipstream.kv.pages import PageAccount, PageAudit, PageState
 from slipstream.kv.prefix import Changes, PrefixIndex, root_key
+from slipstream.transfer.job import Behind
 from slipstream.types import FinishReason, Logprob, Request
 
 logger = logging.getLogger(__name__)
@@ -228,6 +230,24 @@ class EngineCore:
             self._scheduler.end_step()
             self._admission.serve(busy=bool(self._flights))
 
+    @property
+    def handing_over(self) -> bool:
+        """Whether `launched` has anything to say. For any thread, without the turn."""
+        return len(self._outgoing) > 0
+
+    def launched(self, plan: StepPlan, behind: Behind) -> None:
+        """The device has been given this plan: what it will compute of prompts can be copied behind it, now.
+
+        For devices that keep an order of steps and copies; elsewhere copies start when the plan is settled.
+        """
+        flight = self._flights.find(plan)
+        if flight is None:
+            return
+        ends = plan.context_lens[len(flight.decodes) :].tolist()
+        for (sequence, _), end in zip(flight.chunks, ends, strict=True):
+            if sequence.phase is not Phase.ENDED:
+                self._outgoing.computing(sequence, end, behind)
+
     def settle(self, plan: StepPlan, outcome: StepOutcome) -> None:
         """Takes the outcome of the plan: tokens go to the routers, full pages to their destinations."""
         if outcome.step != plan.step:
@@ -268,6 +288,8 @@ class EngineCore:
         said of rows that are still in use, so a runner takes a new row for one it may know already, and a freed one
         that it does not know.
         """
+        for sequence in self._flights.prompts():
+            self._outgoing.rewind(sequence)
         for sequence in self._flights.void(plan):
             self._fail(sequence, "engine_failure", reason, retriable=False)
 

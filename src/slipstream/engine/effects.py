@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slipstream import wire
+from slipstream.transfer.job import Behind
 from slipstream.types import Tokens
 
 
@@ -32,14 +33,16 @@ class ToPeer:
 class CopyPages:
     """Copy our page source_pages[i] to the peer's page destination_pages[i], for all i, as one job.
 
-    Every job is answered by exactly one `copies_done` or `copies_failed`, and not before nothing of it can still
-    arrive: also when the peer's link is lost meanwhile.
+    `behind` is the step that our pages will be complete with; None when they are. Every job is answered by exactly one
+    `copies_done` or `copies_failed`, and not before nothing of it can still arrive: also when the peer's link is lost
+    meanwhile.
     """
 
     peer: str
     xfer: int
     source_pages: list[int]
     destination_pages: list[int]
+    behind: Behind | None = None
 
 
 Effect = ToRouter | ToPeer | CopyPages

@@ -81,6 +81,14 @@ class Flights:
         self._observer.planned(self._step, work.decodes, work.chunks)
         return plan
 
+    def find(self, plan: StepPlan) -> Flight | None:
+        """The step under way that has this plan; None when it is void."""
+        return next((flight for flight in self._under_way if flight.plan is plan), None)
+
+    def prompts(self) -> set[Sequence]:
+        """All that steps under way compute chunks of."""
+        return {sequence for flight in self._under_way for sequence, _ in flight.chunks}
+
     def land(self, plan: StepPlan) -> Flight:
         """Takes the oldest step out. Raises ValueError when `plan` is another one."""
         step = self._under_way[0].plan.step if self._under_way else None

@@ -15,7 +15,8 @@ Steps are launched and collected by the loop thread alone. While none is under w
 next, else the loop thread does: a step is made when the device is about to be free for it, of all that has come.
 
 Where the runner allows it a step is launched before the one in front of it has been collected: the device goes on while
-the host settles that one, tells its tokens, and plans the next.
+the host settles that one, tells its tokens, and plans the next. Where it has an event behind the step (`behind`), the
+copies of what the step computes are handed out as soon as it is launched, to wait for it on the device.
 
 A step that raises has harmed no pages but those of its sequences, so the core finds by trying them one by one which of
 them cannot be computed, and fails that one. Before that the loop asks the device for a step that no request has a part
@@ -37,11 +38,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from slipstream.engine.core import EngineCore
 from slipstream.engine.effects import Effect
 from slipstream.engine.plan import StepOutcome, StepPlan, probe_plan
+from slipstream.transfer.job import Behind
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +54,9 @@ class Runner(Protocol):
     """What executes plans, in the order in which they are launched; see `run.runner.Runner`.
 
     `depth` is how many steps may be launched before the first of them is collected. `launch` returns before the step
-    is done where the device allows, and raises nothing; `collect` waits for the oldest step under way, and raises what
-    that step raised. `execute` is both. `attention` names its backend.
+    is done where the device allows, and raises nothing; `behind` is the device's event behind the step launched last,
+    None where copies have to wait until it is collected; `collect` waits for the oldest step under way, and raises what
+    that step raised. `execute` launches and collects. `attention` names its backend.
     """
 
     @property
@@ -61,6 +64,7 @@ class Runner(Protocol):
     @property
     def attention(self) -> str: ...
     def launch(self, plan: StepPlan) -> None: ...
+    def behind(self) -> Any: ...
     def collect(self) -> StepOutcome: ...
     def execute(self, plan: StepPlan) -> StepOutcome: ...
 
@@ -75,9 +79,9 @@ class EngineLoop:
     """One worker's loop thread, and the turns of others at its core.
 
     `deliver` gets the effects of the core, in order; `on_step` is told of each finished step with its seconds, for
-    metrics; `on_failure` is called once when the loop ends by an error, on the loop thread. The first is called by
-    whoever has the turn, the second on the loop thread; both must not wait. `failed_events` and `failed_steps` count
-    what raised.
+    metrics; `on_end` of each step that copies wait for, as soon as it is over; `on_failure` is called once when the
+    loop ends by an error. The first is called by whoever has the turn, the others on the loop thread; none may wait.
+    `failed_events` and `failed_steps` count what raised.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class EngineLoop:
         deliver: Callable[[list[Effect]], None],
         on_step: Callable[[StepPlan, float], None],
         on_failure: Callable[[BaseException], None],
+        on_end: Callable[[Behind], None] = lambda behind: None,
     ) -> None:
         self.core = core
         self.inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: the end
@@ -95,6 +100,7 @@ class EngineLoop:
         self._deliver = deliver
         self._on_step = on_step
         self._on_failure = on_failure
+        self._on_end = on_end
         self.failed_events = 0
         self.failed_steps = 0
         self._turn = threading.Lock()  # whoever holds it may touch the core and what follows
@@ -104,7 +110,7 @@ class EngineLoop:
         self._broken: Exception | None = None  # what a turn on another thread has raised
         self._under_way: deque[StepPlan] = deque()
         self._planned: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()  # of those, not launched; None: look up
-        self._launched: deque[float] = deque()  # when, for the others; the loop thread's
+        self._launched: deque[tuple[float, Behind | None]] = deque()  # when, for the others; the loop thread's
         self._finished = 0.0
         self._thread = threading.Thread(target=self._run, name="slipstream-loop", daemon=True)
 
@@ -215,9 +221,20 @@ class EngineLoop:
         with contextlib.suppress(queue.Empty):
             plan = self._planned.get(block=not self._launched)
             while plan is not None:
-                self._launched.append(time.perf_counter())
+                began = time.perf_counter()
                 self._runner.launch(plan)
+                event = self._runner.behind()
+                behind = None if event is None else Behind(event)
+                self._launched.append((began, behind))
+                if behind is not None and self.core.handing_over:
+                    self._copy_behind(plan, behind)
                 plan = self._planned.get_nowait()
+
+    def _copy_behind(self, plan: StepPlan, behind: Behind) -> None:
+        with self._turn:
+            self._turns += 1
+            self.core.launched(plan, behind)
+            self._deliver(self.core.take_effects())
 
     def _plan_ahead(self) -> None:
         if len(self._under_way) < self._runner.depth and not self._over:
@@ -226,12 +243,13 @@ class EngineLoop:
 
     def _finish(self) -> None:
         """Waits for the oldest step and settles it; the time of a step counts from the end of the one before."""
-        plan, launched = self._under_way[0], self._launched.popleft()
+        plan, (launched, behind) = self._under_way[0], self._launched.popleft()
         outcome, failure = None, None
         try:
             outcome = self._runner.collect()
         except Exception as error:
             failure = error
+        self._ended(behind)
         with self._turn:
             self._turns += 1
             self._under_way.popleft()
@@ -246,13 +264,20 @@ class EngineLoop:
             if not self._over:
                 self._take_turn(plan=True)
 
+    def _ended(self, behind: Behind | None) -> None:
+        if behind is not None:
+            behind.seen = time.monotonic()
+            if behind.awaited:
+                self._on_end(behind)
+
     def _give_up(self, plan: StepPlan, error: Exception) -> None:
         """A step has failed, and with it those launched behind it. Raises when the device can compute nothing."""
         self.failed_steps += 1
         logger.error("step %d of %d sequences failed", plan.step, plan.sequences, exc_info=error)
-        for _ in range(len(self._launched)):
+        for _, behind in self._launched:
             with contextlib.suppress(Exception):
                 self._runner.collect()
+            self._ended(behind)
         self._launched.clear()
         self._under_way.clear()
         self._runner.execute(probe_plan(plan))

@@ -16,6 +16,7 @@ from slipstream import wire
 from slipstream.engine.effects import CopyPages, Outbox
 from slipstream.engine.observe import NoObserver, Observer
 from slipstream.engine.sequence import Sequence
+from slipstream.transfer.job import Behind
 from slipstream.transfer.protocol import (
     Copy,
     Fail,
@@ -76,6 +77,20 @@ class Outgoing:
         )
         self._outbox.peer(handoff.peer, True, offer)
         self._observer.offered(sequence)
+
+    def computing(self, sequence: Sequence, tokens: int, behind: Behind) -> None:
+        """A step under way will have computed the first `tokens` tokens: their copies can wait for it on the device."""
+        if sequence.handoff is not None:
+            sequence.behind = behind
+            whole = tokens == len(sequence.tokens)
+            pages = -(-tokens // self._page_tokens) if whole else tokens // self._page_tokens
+            self._perform(sequence, sequence.handoff, sequence.handoff.ready(pages))
+
+    def rewind(self, sequence: Sequence) -> None:
+        """A step has failed: of the sequence no more is there than what is settled."""
+        sequence.behind = None
+        if sequence.handoff is not None:
+            sequence.handoff.rewind(sequence.computed // self._page_tokens)
 
     def progress(self, sequence: Sequence) -> None:
         """More of the sequence is computed: what is full can be copied."""
@@ -147,7 +162,8 @@ class Outgoing:
                         self._observer.committed(sequence)
                 case Copy(first, destination_pages):
                     source_pages = sequence.pages[first : first + len(destination_pages)]
-                    self._outbox.copy(CopyPages(handoff.peer, handoff.xfer, source_pages, destination_pages))
+                    behind = sequence.behind
+                    self._outbox.copy(CopyPages(handoff.peer, handoff.xfer, source_pages, destination_pages, behind))
                     self._observer.copying(sequence, len(destination_pages))
                 case HandedOver():
                     self._owner.handed_over(sequence)

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.kv.prefix import extend_keys
+from slipstream.transfer.job import Behind
 from slipstream.transfer.protocol import SourceHandoff
 from slipstream.types import FinishReason, Logprob, Request, Tokens
 
@@ -43,6 +44,7 @@ class Sequence:
     __slots__ = (
         "_ids",
         "arrival",
+        "behind",
         "cached_tokens",
         "computed",
         "destination",
@@ -100,6 +102,7 @@ class Sequence:
         self.registered = 0  # pages offered to the prefix index, from the first on
         self.row = -1
         self.handoff: SourceHandoff | None = None
+        self.behind: Behind | None = None  # the last step that computes it, where copies can wait for that
         self.in_flight = 0  # steps under way that compute it
         self.spoke = False  # a Tokens message of this attempt has gone out
         self.cached_tokens = -1  # prefix hit of the first admission; -1 before it
@@ -175,6 +178,7 @@ class Sequence:
     def reset(self) -> None:
         """Back to nothing computed; the caller has dropped the pages."""
         self.pages = []
+        self.behind = None
         self.computed = self.planned = 0
         self.registered = 0
         self.prompt_logprobs = None

@@ -156,7 +156,12 @@ class Worker:
             observer=self._watcher,
         )
         self._loop = loop = EngineLoop(
-            core, runner, deliver=self._deliver, on_step=self._stepped, on_failure=self._failed
+            core,
+            runner,
+            deliver=self._deliver,
+            on_step=self._stepped,
+            on_failure=self._failed,
+            on_end=agent.ripe,
         )
         self._copies.attach(agent, team, lambda: runner.collected if isinstance(runner, LeadRunner) else -1)
         names = [opened.device_name, *(other.device for other in self._opened)]
@@ -390,13 +395,24 @@ class Worker:
         messages: list[Effect] = []
         for effect in effects:
             if isinstance(effect, CopyPages):
-                times = CopyTimes(time.monotonic(), pages=len(effect.source_pages))
-                way = self._ways.get(effect.peer, effect.peer)
-                job = CopyJob(way, effect.xfer, effect.source_pages, effect.destination_pages, times=times)
-                self._copies.submit(job)
+                self._copies.submit(self._job(effect))
             else:
                 messages.append(effect)
         self._server.deliver(messages)
+
+    def _job(self, effect: CopyPages) -> CopyJob:
+        after = effect.behind
+        if after is not None:
+            after.awaited = True  # before the look: the loop thread sets `seen` and looks at this
+            after = None if after.seen else after
+        return CopyJob(
+            self._ways.get(effect.peer, effect.peer),
+            effect.xfer,
+            effect.source_pages,
+            effect.destination_pages,
+            after=after,
+            times=CopyTimes(time.monotonic(), pages=len(effect.source_pages)),
+        )
 
     def _take_way(self, peer: str, way: str) -> None:
         """With the turn at the core: from now on copies for this peer go over the routes of a new link."""
@@ -406,7 +422,7 @@ class Worker:
         """Mover thread, or that of a rank: one job is over, on all ranks."""
         assert self._loop is not None
         if job.times is not None:
-            job.times.ended = time.monotonic()
+            job.times.end(time.monotonic(), job.after)
             job.times.bytes *= self._engine.tp  # counted on this rank; the others have as much
 
         def settle(core: EngineCore) -> None:

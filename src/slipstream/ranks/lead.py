@@ -60,6 +60,9 @@ class LeadRunner:
                 self._broken = error = problem
         self._under_way.append((plan.step, self._group.exchanges, error))
 
+    def behind(self) -> None:
+        """Never: the events of other ranks are theirs, and the orders of copies and of steps reach them apart."""
+
     def collect(self) -> StepOutcome:
         step, exchanges, error = self._under_way.popleft()
         if error is not None:

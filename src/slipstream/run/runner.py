@@ -55,6 +55,10 @@ class Runner:
         except Exception as error:
             self._done.append(error)
 
+    def behind(self) -> Any:
+        """The device's event behind the step launched last, for copies that shall wait for it; None: there is none."""
+        return None
+
     def collect(self) -> StepOutcome:
         """The outcome of the oldest step under way. Its keys and values are in the pool: their copies may start."""
         outcome = self._done.popleft()

@@ -10,6 +10,7 @@ Routes are opened and measured by the preflight (`peer`), one for each pair of r
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -21,7 +22,7 @@ from slipstream.config import TransferConfig
 from slipstream.errors import PeerLost, RouteUnavailable, TransferError
 from slipstream.kv.layout import KVLayout
 from slipstream.transfer.copies import HeadMove, HeadRange, head_moves
-from slipstream.transfer.job import CopyJob, HostMemory, ProbeMemory, Route, runs_of
+from slipstream.transfer.job import Behind, CopyJob, HostMemory, ProbeMemory, Route, runs_of
 from slipstream.transfer.mover import Mover
 from slipstream.transfer.order import AUTOMATIC, RDMA
 from slipstream.transfer.route import Ranking, machine_id, process_id, rank, unavailable, usable_nics
@@ -36,6 +37,7 @@ from slipstream.transfer.transports.base import (
     Transport,
     copies_in_poll,
     inline_bytes,
+    ripen,
 )
 from slipstream.transfer.transports.local import Neighbourhood
 
@@ -139,6 +141,16 @@ class TransferAgent:
         except PeerLost as error:
             self._report(job, error.message)
 
+    def ripe(self, after: Behind) -> None:
+        """A step is over (`after.seen` says so) that jobs may wait for. Never waits."""
+
+        def tell() -> None:
+            ripen(self._transports.values(), after.event)
+
+        if not self._mover.instead(lambda: tell() is None):
+            with contextlib.suppress(PeerLost):  # closed meanwhile
+                self._mover.ask(tell)
+
     def _begun_here(self, job: CopyJob) -> bool:
         """Begins a job that is short for all its routes, so that nobody has to be woken for it."""
         routes = self._routes.used(job.peer)
@@ -184,13 +196,15 @@ class TransferAgent:
 
         for route, runs in plan:
             try:
-                self._routes.write(route, runs, job.after, ended)
+                self._routes.write(route, runs, job.after and job.after.event, ended)
             except Exception as error:
                 ended(words(error))
+        if job.after is not None and job.after.seen:
+            ripen(self._transports.values(), job.after.event)
 
     def _report(self, job: CopyJob, error: str | None) -> None:
         if job.times is not None:
-            job.times.ended = time.monotonic()
+            job.times.end(time.monotonic(), job.after)
         try:
             self._on_done(job, error)
         except Exception:

@@ -15,8 +15,24 @@ from slipstream.transfer.transports.base import Exports, Region, Remote, Runs
 
 
 @dataclass(slots=True, eq=False)
+class Behind:
+    """A step that the device has been given, for copies that shall start when it is done.
+
+    `event` is the device's, which happens then; `seen` when the host saw the end of the step (`time.monotonic`), 0
+    before. `awaited`: whether a copy was ever told to wait for it.
+    """
+
+    event: Any
+    seen: float = 0.0
+    awaited: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class CopyTimes:
-    """When a job was handed over, begun and ended (`time.monotonic`; 0 is not yet), and what it moved over what."""
+    """When a job was handed over, begun and ended (`time.monotonic`; 0 is not yet), and what it moved over what.
+
+    A job that waits on the device for a step has not begun before that was over.
+    """
 
     submitted: float
     begun: float = 0.0
@@ -25,20 +41,27 @@ class CopyTimes:
     bytes: int = 0
     transport: str = ""
 
+    def end(self, now: float, after: Behind | None) -> None:
+        """The job is over, which waited for `after`."""
+        self.ended = now
+        if after is not None:
+            over = min(after.seen or now, now)
+            self.submitted, self.begun = max(self.submitted, over), max(self.begun, over)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyJob:
     """Copy `source_pages[i]` of this rank to `destination_pages[i]` of `peer`, on all ranks that share heads.
 
-    `after` is the device event that the source pages are complete behind; None on CPUs. The agent fills `times` in, for
-    whoever gives them.
+    `after` is the step that the source pages will be complete behind, on the device; None when they are. The agent
+    fills `times` in, for whoever gives them.
     """
 
     peer: str
     xfer: int
     source_pages: Sequence[int] | NDArray[np.integer[Any]]
     destination_pages: Sequence[int] | NDArray[np.integer[Any]]
-    after: Any = None
+    after: Behind | None = None
     times: CopyTimes | None = None
 
 

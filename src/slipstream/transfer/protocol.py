@@ -103,8 +103,9 @@ class DestinationState(enum.Enum):
 class SourceHandoff:
     """The source's side of one transfer of the first `pages` pages of a sequence.
 
-    `ready` says how many of them are computed; `complete` that all are, and what to commit. Every Copy is answered by
-    exactly one `copied` or `copy_failed`.
+    `ready` says how many of them are computed, or will be when a copy that is started now reads them; `rewind` that
+    this has not come true; `complete` that all are, and what to commit. Every Copy is answered by exactly one `copied`
+    or `copy_failed`.
     """
 
     def __init__(self, xfer: int, peer: str, pages: int, page_tokens: int) -> None:
@@ -117,6 +118,7 @@ class SourceHandoff:
         self._page_tokens = page_tokens
         self._ready = 0
         self._issued = 0
+        self._again = False  # pages that are being copied will be copied once more, behind that
         self._grant: wire.Grant | None = None
         self._skip = 0
         self._commit: wire.Commit | None = None
@@ -186,6 +188,15 @@ class SourceHandoff:
         self._ready = max(self._ready, pages)
         return self._proceed()
 
+    def rewind(self, pages: int) -> None:
+        """The step that should compute the pages from `pages` on has failed: they will be computed again, and copied
+        again when no copy of them is under way."""
+        self._ready = min(self._ready, pages)
+        kept = max(self._ready, self._skip)
+        if self._issued > kept:
+            self._issued = kept
+            self._again = True
+
     def complete(self, commit: wire.Commit) -> list[SourceAction]:
         """All is computed; `commit` goes out (with the grant's generation) when all copies are done."""
         self._ready = self._pages
@@ -215,6 +226,9 @@ class SourceHandoff:
     def _proceed(self) -> list[SourceAction]:
         if self.state is not SourceState.COPYING or self._grant is None:
             return []
+        if self._again and self.jobs:
+            return []
+        self._again = False
         actions: list[SourceAction] = []
         if self._ready > self._issued:
             first, self._issued = self._issued, self._ready

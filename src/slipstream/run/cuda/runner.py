@@ -149,6 +149,10 @@ class CudaRunner(Runner):
         except Exception as error:
             self._launched.append(error)
 
+    def behind(self) -> Any:
+        last = self._launched[-1]
+        return last.done if isinstance(last, Launched) else None
+
     @torch.inference_mode()
     def collect(self) -> StepOutcome:
         launched = self._launched.popleft()

@@ -9,8 +9,8 @@ the batch is done; slots are made as batches in flight need them and stay. Short
 `launch` is how a kernel gets started; the one given by default compiles or imports what it needs when first called.
 
 Batches that the copy engine takes as a whole have a stream of their own, since two of them side by side are slower than
-one behind the other. Long lists are looked at and written by two threads, a column each: the link would else wait for
-them.
+one behind the other. So have those that wait for an event: what is ready does not stand behind them. Long lists are
+looked at and written by two threads, a column each: the link would else wait for them.
 
 A copier is used by one thread at a time, and leaves its device current there.
 """
@@ -103,7 +103,7 @@ class Copier:
         self._launch = launch or KernelLauncher(device)
         device.use()
         self._lanes = [_Lane(device.stream()) for _ in range(self.settings.streams)]
-        self._engine_lane = _Lane(device.stream())
+        self._engine_lane, self._waiting_lane = _Lane(device.stream()), _Lane(device.stream())
         self._second = ThreadPoolExecutor(1, thread_name_prefix="slipstream-lists")
         self._events: list[int] = []
         self._pinned: list[PinnedMemory] = []
@@ -125,12 +125,14 @@ class Copier:
     ) -> Copy:
         """Queues the copy of `runs`, which `survey` has seen, from one base address to another.
 
-        `after` is an event that must have happened before the first byte is read; without a `lane` the emptiest is
-        taken.
+        `after` is an event that must have happened before the first byte is read. Without a `lane` the one that suits
+        is taken.
         """
         self.device.use()
         division = divide(runs, seen, costs, self.settings.engine_preference)
-        if lane is None:
+        if lane is None and after is not None:
+            lane = self._waiting_lane
+        elif lane is None:
             lane = self._engine_lane if division.engine is None else min(self._lanes, key=lambda lane: lane.in_flight)
         expected = min(costs.kernel(seen.total), costs.engine(len(runs.length), seen.total))
         copy = Copy(self._events.pop() if self._events else self.device.event(), lane, seen.total, expected)
@@ -311,7 +313,7 @@ class Copier:
         """Waits for nothing: copies must be done. Frees streams, events and lists."""
         self._second.shutdown()
         self.device.use()
-        for lane in (*self._lanes, self._engine_lane):
+        for lane in (*self._lanes, self._engine_lane, self._waiting_lane):
             self.device.destroy_stream(lane.stream)
         for event in self._events:
             self.device.destroy_event(event)

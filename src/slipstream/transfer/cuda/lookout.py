@@ -4,13 +4,15 @@ A copy tells nobody that it is done; somebody has to look. Looking all the time 
 from the threads that serve, and sleeping takes as long as this machine needs to wake a thread. So each copy has a
 moment when it should be done, by its size, the measured rate, and how the last ones kept to that; the lookout wakes the
 mover shortly before, by as much as it is usually woken late, has it look again at once for some tens of microseconds
-around that moment, and then at growing intervals.
+around that moment, and then at growing intervals. A copy that waits for a step has no such moment before the step is
+over (`ripe`).
 
 `alarm` and `bell` are what the mover sleeps on. Whoever has the mover's turn calls.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,12 +28,13 @@ _HOPE = 0.97  # of the expected time: looking a little early shows when a copy e
 _FRESH_S = 200e-6  # a copy that was seen under way so long ago at most has ended now
 _LEAST_PACE, _MOST_PACE = 0.5, 4.0
 _SOONER = 0.9  # of the time until the first look, when that found the copy done: it may have been for a while
+_UNTOLD_S = 20e-3  # between looks at copies that wait for a step: should nobody tell that it is over
 _ALIKE = 4.0  # copies whose sizes differ by less keep one pace
 
 
 @dataclass(slots=True, eq=False)
 class Due:
-    """A copy under way: `at` is when it should be done, the others before it considered."""
+    """A copy under way: `at` is when it should be done, the others before it considered; inf while it waits."""
 
     at: float
     began: float
@@ -58,12 +61,23 @@ class Lookout:
         self._lane_due = max(self._lane_due, began) + _HOPE * pace * expected
         return Due(self._lane_due, began, expected, alone)
 
+    def waiting(self, began: float, expected: float) -> Due:
+        """A copy has been queued that will take so many seconds when what it waits for has happened."""
+        return Due(math.inf, began, expected, alone=False)
+
+    def ripe(self, copy: Due) -> None:
+        """What a copy waited for has just happened."""
+        due = self.started(self._clock(), copy.expected)
+        copy.at, copy.began, copy.alone = due.at, due.began, due.alone
+
     def under_way(self) -> None:
         """Somebody has looked, and a copy was not done."""
         self._looked = self._clock()
 
     def done(self, copy: Due, others: Iterable[Due]) -> None:
         """Moves what is expected of those behind by as much as this one ended early or late, where that is known."""
+        if copy.at == math.inf:
+            return
         now = self._clock()
         shift = now - copy.at
         if shift > 0 and now - self._looked > _FRESH_S:
@@ -97,7 +111,7 @@ class Lookout:
             return
         now = self._clock()
         late = now - first.at
-        sleep = -late - _AWAKE_S / 2 - self._drowsy
+        sleep = min(-late - _AWAKE_S / 2 - self._drowsy, _UNTOLD_S)
         if late > _AWAKE_S:
             sleep = min(max(late / 4, _SOONEST_S), _LATEST_S)
         if sleep < _SOONEST_S:

@@ -18,6 +18,7 @@ transport cannot be used by this process at all; `transfer.transports.load` find
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -136,6 +137,14 @@ def copies_in_poll(transport: Transport) -> bool:
     """Whether `poll` is what moves the bytes, so that who has started a short write had better call it too. A class
     says so in `copies_in_poll`; by default they move by themselves, and asking at once is too early."""
     return bool(getattr(transport, "copies_in_poll", False))
+
+
+def ripen(transports: Iterable[Transport], event: Any) -> None:
+    """An event that writes may wait for has happened: tells those transports that want to know, by their `ripe`."""
+    for transport in transports:
+        ripe = getattr(transport, "ripe", None)
+        if ripe is not None:
+            ripe(event)
 
 
 class Transport(Protocol):

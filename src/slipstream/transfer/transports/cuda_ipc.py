@@ -55,6 +55,7 @@ class _Flight:
     copy: Copy
     remote: CudaRemote
     due: Due
+    event: int | None  # that it waits for, as far as is known
 
 
 class CudaIpcTransport:
@@ -145,7 +146,8 @@ class CudaIpcTransport:
         return remote
 
     def write(self, remote: CudaRemote, runs: Runs, after: Any = None) -> int:
-        """`after`: a torch.cuda.Event, or the handle of an event as an integer."""
+        """`after`: a torch.cuda.Event, or the handle of an event as an integer. When that has happened somebody should
+        say so (`ripe`), or the end of the copy is noticed late."""
         return self._start(remote, runs, after, push=True)
 
     def read(self, remote: CudaRemote, runs: Runs, after: Any = None) -> int:
@@ -165,11 +167,25 @@ class CudaIpcTransport:
         began = time.perf_counter()
         seen = self._copier.survey(runs, source_bytes, to_bytes)
         costs = remote.costs if push else remote.read_costs
-        copy = self._copier.start(source_at, to, runs, seen, costs, event_handle(after))
+        event = event_handle(after)
+        if event is not None:
+            self._device.use()
+            event = None if self._device.is_done(event) else event
+        copy = self._copier.start(source_at, to, runs, seen, costs, event)
         remote.in_flight += 1
-        self._flights[ticket] = _Flight(copy, remote, self._lookout.started(began, copy.expected))
+        due = (self._lookout.started if event is None else self._lookout.waiting)(began, copy.expected)
+        self._flights[ticket] = _Flight(copy, remote, due, event)
         self._look_again()
         return ticket
+
+    def ripe(self, after: Any) -> None:
+        """An event that writes may wait for has happened. For whoever may call `write`."""
+        event = event_handle(after)
+        for flight in self._flights.values():
+            if flight.event == event:
+                flight.event = None
+                self._lookout.ripe(flight.due)
+        self._look_again()
 
     def poll(self) -> list[Completion]:
         self._lookout.woken()
@@ -185,8 +201,8 @@ class CudaIpcTransport:
         return done
 
     def _look_again(self) -> None:
-        """The oldest flight is taken for the first that is due: the link serves them about as they came."""
-        self._lookout.look_at(next((flight.due for flight in self._flights.values()), None))
+        dues = [flight.due for flight in self._flights.values()]
+        self._lookout.look_at(min(dues, key=lambda due: due.at) if dues else None)
 
     def _landed(self) -> list[Completion]:
         landed = []
