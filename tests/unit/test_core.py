@@ -22,9 +22,11 @@ EOS = 2
 class Bench:
     """One core, driven by hand; every sampled token is the next of `script`, or 100 and up."""
 
-    def __init__(self, pages: int = 33, eos: tuple[int, ...] = (EOS,), **settings: object) -> None:
+    def __init__(
+        self, pages: int = 33, eos: tuple[int, ...] = (EOS,), layout: KVLayout = LAYOUT, **settings: object
+    ) -> None:
         numbers = {"chunk_tokens": 8, "max_sequences": 4, "max_model_len": 64, **settings}
-        self.core = EngineCore(LAYOUT, pages, EngineConfig(**numbers), eos, headroom_tokens=4)  # type: ignore[arg-type]
+        self.core = EngineCore(layout, pages, EngineConfig(**numbers), eos, headroom_tokens=4)  # type: ignore[arg-type]
         self.script: list[int] = []
         self.next_token = 100
         self.tokens: list[Tokens] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import queue
 import random
+import select
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -227,3 +228,23 @@ def test_copies_behind_one_that_ends_late_are_due_later(watched: tuple[Lookout, 
     clock.now += 0.1e-3
     lookout.done(first, [second])
     assert second.at == pytest.approx(clock.now + 0.97e-3)
+
+
+def test_a_copy_that_waits_is_due_when_what_it_waits_for_has_happened(watched: tuple[Lookout, Clock]) -> None:
+    lookout, clock = watched
+    waiting = lookout.waiting(clock.now, 2e-3)
+    assert lookout.started(clock.now, 1e-3).at == pytest.approx(clock.now + 0.97e-3)  # not behind the one that waits
+    lookout.look_at(waiting)
+    assert select.select([lookout.alarm], [], [], 60)[0]  # now and then, should nobody tell
+    clock.now += 0.2
+    lookout.look_at(None)
+    lookout.ripe(waiting)
+    assert (waiting.began, waiting.at) == (clock.now, pytest.approx(clock.now + 0.97 * 2e-3))
+
+
+def test_a_copy_that_was_done_before_anybody_told_teaches_nothing(watched: tuple[Lookout, Clock]) -> None:
+    lookout, clock = watched
+    waiting, other = lookout.waiting(clock.now, 2e-3), lookout.started(clock.now, 1e-3)
+    at = other.at
+    lookout.done(waiting, [other])
+    assert other.at == at

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import select
 import signal
@@ -361,6 +362,45 @@ def test_a_copy_waits_for_the_event_before_it(ranks: tuple[Rank, Rank]):
     a.device.release()
     assert completions(a, 1) == [_done(ticket)]
     assert (contents(b.memory)[:PAGE] == contents(a.memory)[:PAGE]).all()
+
+
+def test_a_copy_that_is_ready_does_not_stand_behind_one_that_waits(ranks: tuple[Rank, Rank]):
+    a, b = ranks
+    remote = a.open(b)
+    event = a.device.event()
+    waiting = a.transport.write(remote, page_runs([0], [0]), after=event)
+    ready = a.transport.write(remote, page_runs([1], [1]))
+    assert completions(a, 1) == [_done(ready)]
+    a.device.done_events.add(event)
+    a.device.release()
+    a.transport.ripe(event)
+    assert completions(a, 1) == [_done(waiting)]
+
+
+def test_who_is_told_of_an_event_looks_when_the_copies_behind_it_should_be_done(ranks: tuple[Rank, Rank]):
+    a, b = ranks
+    remote = a.open(b)
+    events = [a.device.event() for _ in range(2)]
+    for page, event in enumerate(events):
+        a.transport.write(remote, page_runs([page], [page]), after=event)
+    flights = list(a.transport._flights.values())
+    assert [flight.due.at for flight in flights] == [math.inf, math.inf]
+    a.transport.ripe(events[1])
+    assert flights[0].due.at == math.inf
+    assert flights[1].due.at < math.inf
+    a.device.done_events.update(events)
+    a.device.release()
+    assert len(completions(a, 2)) == 2
+
+
+def test_a_copy_behind_an_event_that_has_happened_waits_for_nothing(ranks: tuple[Rank, Rank]):
+    a, b = ranks
+    event = a.device.event()
+    a.device.done_events.add(event)
+    a.transport.write(a.open(b), page_runs([0], [0]), after=event)
+    (flight,) = a.transport._flights.values()
+    assert flight.due.at < math.inf
+    assert len(completions(a, 1)) == 1
 
 
 def test_batches_of_the_copy_engine_queue_one_behind_the_other(ranks: tuple[Rank, Rank]):

@@ -37,9 +37,11 @@ from slipstream.kv.pool import HostPool
 from slipstream.stream import Link
 from slipstream.transfer.agent import TransferAgent
 from slipstream.transfer.copies import HeadRange
+from slipstream.transfer.cuda.runtime import Device
 from slipstream.transfer.job import CopyJob
 
 TOKEN = 7
+TICKS = 1.98e9  # of a GPU, a second: what the wait of a kernel is counted in
 
 
 class HandoffOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,21 +106,58 @@ class NullRunner:
         for length in plan.context_lens.tolist():
             self._diary.note("computing", length)
 
-    def behind(self) -> None: ...
+    def behind(self) -> Any:
+        return None
 
     def collect(self) -> StepOutcome:
         plan, self._plan = self._plan, None
         assert plan is not None
-        if len(plan.token_ids) > plan.sequences and self._compute_s:
-            time.sleep(self._compute_s)
+        self._wait(plan)
         for length in plan.context_lens.tolist():
             self._diary.note("computed", length)
         tokens = np.where(plan.sample, TOKEN, -1).astype(np.int64)
         return StepOutcome(plan.step, tokens, [None] * plan.sequences)
 
+    def _seconds(self, plan: StepPlan) -> float:
+        return self._compute_s if len(plan.token_ids) > plan.sequences else 0.0
+
+    def _wait(self, plan: StepPlan) -> None:
+        if self._seconds(plan):
+            time.sleep(self._seconds(plan))
+
     def execute(self, plan: StepPlan) -> StepOutcome:
         self.launch(plan)
         return self.collect()
+
+
+class NullDeviceRunner(NullRunner):
+    """The same on a GPU: a kernel that only waits takes the time of a step, and copies can wait for its event."""
+
+    def __init__(self, diary: Diary, compute_s: float, memory: str) -> None:
+        import torch
+
+        super().__init__(diary, compute_s)
+        self._torch = torch
+        self._index = Device(memory).index
+        torch.cuda.set_device(self._index)
+        self._stream = torch.cuda.Stream()
+        self._event: Any = None
+
+    def launch(self, plan: StepPlan) -> None:
+        super().launch(plan)
+        torch = self._torch
+        torch.cuda.set_device(self._index)
+        with torch.cuda.stream(self._stream):
+            if self._seconds(plan):
+                torch.cuda._sleep(int(self._seconds(plan) * TICKS))
+            self._event = torch.cuda.Event(blocking=True)
+            self._event.record()
+
+    def behind(self) -> Any:
+        return self._event
+
+    def _wait(self, plan: StepPlan) -> None:
+        self._event.synchronize()
 
 
 @dataclass
@@ -162,7 +201,10 @@ class NoModel:
         return (pages - 1) * self.layout.page_tokens
 
     def runner(self, pool: Any, max_sequences: int) -> NullRunner:
-        return NullRunner(self.diary, self.options.compute_ms / 1e3)
+        seconds = self.options.compute_ms / 1e3
+        if self.options.memory == "cpu":
+            return NullRunner(self.diary, seconds)
+        return NullDeviceRunner(self.diary, seconds, self.options.memory)
 
 
 def noting(diary: Diary) -> Callable[..., TransferAgent]:
@@ -206,8 +248,6 @@ def note_arrivals(diary: Diary) -> None:
 def keep_awake(memory: str) -> None:
     """Runs a kernel of one thread block that only waits, again and again, until the process ends."""
     import torch
-
-    from slipstream.transfer.cuda.runtime import Device
 
     torch.cuda.set_device(Device(memory).index)
     stream = torch.cuda.Stream()

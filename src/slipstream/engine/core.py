@@ -41,7 +41,7 @@ from slipstream.engine.plan import StepOutcome, StepPlan
 from slipstream.engine.rows import RowTable
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.sequence import Phase, Sequence
-from slipstream.engine.terms import CHUNK_TOKENS, EngineNumbers, Terms
+from slipstream.engine.terms import CHUNK_TOKENS, TAIL_BYTES, EngineNumbers, Terms
 from slipstream.errors import REQUEST_ERRORS
 from slipstream.kv.layout import KVLayout
 from slipstream.kv.pages import PageAccount, PageAudit, PageState
@@ -96,6 +96,7 @@ class EngineCore:
             chunk_tokens=chunk_tokens,
             mixed_chunk_tokens=min(settings.mixed_chunk_tokens or chunk_tokens, chunk_tokens),
             headroom_tokens=headroom_tokens,
+            tail_tokens=TAIL_BYTES // layout.token_bytes,
             prefix_cache=settings.prefix_cache,
             fits=lambda cost, growth: self._admission.fits(cost, growth),
             withdraw=lambda sequence: self._outgoing.cancel(sequence, "worker_lost"),

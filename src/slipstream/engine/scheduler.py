@@ -8,6 +8,9 @@ one; every decoding sequence contributes one token; what is left of `chunk_token
 to new ones. Where any sequence decodes, all of these wait for the step, and `mixed_chunk_tokens` takes the place of
 `chunk_tokens`. Where decoding alone fills the budget, prompts still get up to one page of tokens, so that they move.
 
+What is copied of a prompt behind the last step that computes it is what its decode worker waits for. So the end of a
+long prompt that is handed over, `tail_tokens`, is a chunk of its own: the rest is copied while that is computed.
+
 Pages of a prompt are taken all at once when its first chunk is scheduled, so that a sequence whose destination has
 granted pages needs nothing more here: two workers that hand over to each other cannot wait for each other's memory.
 Decoding sequences grow page by page. When there is no page left, the youngest sequence gives up its own (preemption by
@@ -36,6 +39,7 @@ from slipstream.engine.rows import RowTable
 from slipstream.engine.sequence import Phase, Sequence
 from slipstream.kv.pages import PageAccount, PageState
 
+TAILS = 8  # chunks of at least so many tails have one
 PATIENCE = 8  # how often a claim may be passed over for its size
 LOOKAHEAD = 8  # how many claims of each kind are considered when the first does not fit
 
@@ -58,7 +62,8 @@ class Claim(Protocol):
 class Scheduler:
     """The sequences of one worker by phase, each list in the order of `Sequence.key`.
 
-    `headroom_tokens` is how many tokens of growth are kept free for each sequence that decodes or will soon.
+    `headroom_tokens` is how many tokens of growth are kept free for each sequence that decodes or will soon;
+    `tail_tokens` the size of the last chunk of a long prompt that is handed over, 0 for no such chunk.
     `fits(cost, growth)` says whether new work may take `cost` pages now and will soon need `growth` more.
     `withdraw(sequence)` is called to cancel the ungranted offer of a sequence that is preempted, `give_up(sequence)` to
     fail one that has grown too large for this pool, which only one for a larger decode worker can.
@@ -73,6 +78,7 @@ class Scheduler:
         chunk_tokens: int,
         mixed_chunk_tokens: int,
         headroom_tokens: int,
+        tail_tokens: int,
         prefix_cache: bool,
         fits: Callable[[int, int], bool],
         withdraw: Callable[[Sequence], None],
@@ -93,6 +99,7 @@ class Scheduler:
         self._page_tokens = page_tokens
         self._chunk_tokens, self._mixed_chunk_tokens = chunk_tokens, mixed_chunk_tokens
         self._headroom_tokens = headroom_tokens
+        self._tail_tokens = tail_tokens
         self._prefix_cache = prefix_cache
         self._fits = fits
         self._withdraw = withdraw
@@ -184,7 +191,10 @@ class Scheduler:
         self._budget = 0
 
     def _add_chunk(self, sequence: Sequence) -> None:
-        count = min(self._budget, len(sequence.tokens) - sequence.planned)
+        left = len(sequence.tokens) - sequence.planned
+        count = min(self._budget, left)
+        if count == left and sequence.destination is not None and count >= TAILS * self._tail_tokens:
+            count -= self._tail_tokens
         if count:
             self._budget -= count
             self._chunks.append((sequence, count))

@@ -11,6 +11,8 @@ from slipstream.engine.sequence import Sequence
 INT32 = 1 << 31
 CHUNK_TOKENS = 512  # where `chunk_tokens` is 0: enough to keep a CPU busy
 
+TAIL_BYTES = 64 << 20  # of KV, a rank: NVLink moves it in less than 0.2 ms, and it takes a large model a good step
+
 
 class EngineNumbers(Protocol):
     """What the core reads of `config.EngineConfig`; `max_model_len` 0 means what the pool holds, and
