@@ -61,6 +61,7 @@ def opened_model(folder: Path, architecture: str, dtype: str, head_dim: int = 32
     sizes = {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2}
     tiny_model(folder, architecture, head_dim=head_dim, **sizes)
     common: dict[str, Any] = {"device": "cuda:0", "dtype": dtype, "page_tokens": 8, "max_model_len": 1024}
+    common["prompt_graphs"] = settings.pop("prompt_graphs", False)
     return open_model(EngineConfig(model=str(folder), **common, **settings))
 
 

@@ -188,8 +188,6 @@ class OpenedModel:
                 runner.warm_up(max_pages)
                 return runner
             logger.warning("steps run in plain torch, many times slower than with kernels: %s", reason)
-        if self.engine.prompt_graphs:
-            logger.warning("prompt_graphs has no effect here: only steps of kernels on a GPU run as graphs")
         return Runner(self.model, self.layout, memory, max_sequences, threads=self.placement.threads)
 
 
