@@ -37,6 +37,7 @@ from slipstream.kv.layout import KVLayout
 from slipstream.types import SamplingParams
 
 LOOP_STEPS = 200
+REPLAY_MS = 500.0  # of a graph, back to back
 PAUSE_S = 0.2  # before a prompt alone: the card is at its full clock again
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.7, top_k=50, top_p=0.9, ignore_eos=True)  # of random weights' flat logits
@@ -223,22 +224,18 @@ class StepBench:
     def decode_row(
         self, batch: int, context: int, copy_tb_s: float, kind: str = "decode", repeats: int = LOOP_STEPS
     ) -> StepRow:
-        import torch
-
         sampling = SAMPLED if kind == "sampled" else GREEDY
         loop = SteadyLoop(
             self.runner, self.opened.layout, self.pages, batch=batch, context=context, steps=repeats, sampling=sampling
         )
+        plan = self.plan(batch, 1, context, first=False)
+        self._begin(batch, context, sampling, plan)
+        graph = [self._graph_ms(batch)]  # before the loop and behind it: a card that gets hot lowers its clock
         steady = loop.measure()
         clock, power = card_state()
-        self.runner.execute(self.plan(batch, 1, context, first=True, sampling=sampling))
-        plan = self.plan(batch, 1, context, first=False)
-        self.runner.execute(plan)
+        self._begin(batch, context, sampling, plan)
+        graph.append(self._graph_ms(batch))
         alone, _ = median_ms(lambda: self.runner.execute(plan), 20)
-        graphs = self.runner._graphs
-        size = next(size for size in graphs.sizes if size >= batch)
-        with torch.inference_mode(), torch.cuda.stream(self.runner._stream):
-            device = device_ms(graphs._replay[size], 30)
         config, layout = self.opened.config, self.opened.layout
         read = config.parameters - (0 if config.tied else config.vocab * config.hidden)
         size_bytes = read * self.opened.placement.dtype.itemsize + batch * context * layout.token_bytes
@@ -250,11 +247,25 @@ class StepBench:
             step_ms=steady.mean_ms,
             step_p90_ms=steady.p90_ms,
             alone_ms=alone,
-            device_ms=device,
+            device_ms=statistics.mean(graph),
             limit_ms=size_bytes / copy_tb_s / 1e9,
             clock_mhz=clock,
             power_w=power,
         )
+
+    def _begin(self, batch: int, context: int, sampling: SamplingParams, plan: StepPlan) -> None:
+        self.runner.execute(self.plan(batch, 1, context, first=True, sampling=sampling))
+        self.runner.execute(plan)
+
+    def _graph_ms(self, batch: int) -> float:
+        """The graph of the step that was executed last, replayed for a while."""
+        import torch
+
+        graphs = self.runner._graphs
+        replay = graphs._replay[next(size for size in graphs.sizes if size >= batch)]
+        with torch.inference_mode(), torch.cuda.stream(self.runner._stream):
+            once = device_ms(replay, 10)
+            return device_ms(replay, max(20, round(REPLAY_MS / once)))
 
     def prefill_row(self, tokens: int, earlier: int, tflop_s: float, repeats: int = 10) -> StepRow:
         self.runner.execute(self.plan(1, tokens, earlier + tokens, first=True))
