@@ -27,14 +27,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("wanted", ["triton", "flashinfer"])
 def test_kernels_of_gpus_are_refused_on_a_cpu(folder: Path, wanted: str):
-    engine = EngineConfig(model=str(folder), device="cpu", attention_backend=wanted)  # type: ignore[arg-type]
+    engine = EngineConfig(model=str(folder), device="cpu", threads=1, attention_backend=wanted)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=rf"{wanted}.*needs an NVIDIA GPU.*auto or torch"):
         open_model(engine)
 
 
 @pytest.mark.parametrize("wanted", ["auto", "torch"])
 def test_a_cpu_attends_in_torch(folder: Path, wanted: str):
-    opened = open_model(EngineConfig(model=str(folder), device="cpu", attention_backend=wanted))  # type: ignore[arg-type]
+    opened = open_model(EngineConfig(model=str(folder), device="cpu", threads=1, attention_backend=wanted))  # type: ignore[arg-type]
     runner = opened.runner(torch.zeros(8 * opened.layout.page_bytes, dtype=torch.uint8), 2)
     assert runner.attention == "torch"
 

@@ -34,7 +34,7 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 @pytest.fixture(scope="module", params=["mistral", "qwen3"])
 def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenedModel:
     folder = tiny_model(tmp_path_factory.mktemp("model"), request.param)
-    return open_model(EngineConfig(model=str(folder), device="cpu", dtype="float32", max_model_len=64))
+    return open_model(EngineConfig(model=str(folder), device="cpu", threads=1, dtype="float32", max_model_len=64))
 
 
 def of_graphs(opened: OpenedModel) -> Any:
