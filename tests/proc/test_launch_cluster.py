@@ -13,6 +13,7 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.proc.programs import LIMIT_S, SMALL, Program, Server, alive, serving, until, unused_shared_memory
@@ -51,6 +52,37 @@ def kept_port() -> Iterator[Callable[[], int]]:
         yield port
 
 
+class Clusters:
+    """Gives one cluster of `model` to test after test, and another when a test has ended it."""
+
+    def __init__(self, model: str, kept: contextlib.ExitStack) -> None:
+        self._model, self._kept = model, kept
+        self._program: Program | None = None
+
+    def sound(self) -> tuple[Program, Server]:
+        if self._program is None or self._program.process.poll() is not None:
+            self._program, self._server, _ = self._kept.enter_context(serving("--drain-s", "60", model=self._model))
+        until(lambda: set(self._server.pids()) == {"prefill-0", "decode-0"} and self._server.ready(), "all are there")
+        return self._program, self._server
+
+
+@pytest.fixture(scope="module")
+def clusters(tiny: str) -> Iterator[Clusters]:
+    with contextlib.ExitStack() as kept:
+        yield Clusters(tiny, kept)
+
+
+@pytest.fixture
+def cluster(clusters: Clusters) -> tuple[Program, Server]:
+    """One that is ready; a test may harm and end it."""
+    return clusters.sound()
+
+
+def router_of(program: Program) -> int:
+    """The pid of the router that was started with the cluster."""
+    return int(program.says(r"(?m)^router +front +(\d+)")[1])
+
+
 def children_of(pid: int) -> set[int]:
     found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout
     return {int(word) for word in found.split()}
@@ -70,48 +102,76 @@ def test_serve_answers_and_ctrl_c_leaves_nothing():
             server.get("/health")
 
 
-def test_whoever_is_killed_comes_back_and_the_next_request_is_answered(tiny: str):
-    with serving(model=tiny) as (program, server, pids):
-        expected = server.complete()
-        for name in ("prefill-0", "decode-0", "router"):
-            os.kill(pids[name], signal.SIGKILL)
-            assert server.complete() == expected  # a connection made now waits, a request is placed on who is left
-            until(lambda old=pids[name]: old not in server.pids().values(), f"the end of {name} is seen")
-            until(lambda: set(server.pids()) == {"prefill-0", "decode-0"} and server.ready(), f"{name} is back")
-            assert server.complete() == expected
-        assert set(server.pids().values()).isdisjoint({pids["prefill-0"], pids["decode-0"]})
-        for worker in server.get("/workers")[1]["workers"]:
-            with urllib.request.urlopen(worker["url"] + "/audit", timeout=LIMIT_S) as answer:
-                assert json.loads(answer.read())["problems"] == []
-        assert len(server.get("/workers")[1]["workers"]) == 2
+def test_whoever_is_killed_comes_back_and_the_next_request_is_answered(cluster: tuple[Program, Server]):
+    program, server = cluster
+    expected = server.complete()
+    pids = {"router": router_of(program), **server.pids()}
+    for name in ("prefill-0", "decode-0", "router"):
+        os.kill(pids[name], signal.SIGKILL)
+        assert server.complete() == expected  # a connection made now waits, a request is placed on who is left
+        until(lambda old=pids[name]: old not in server.pids().values(), f"the end of {name} is seen")
+        until(lambda: set(server.pids()) == {"prefill-0", "decode-0"} and server.ready(), f"{name} is back")
+        assert server.complete() == expected
+    assert set(server.pids().values()).isdisjoint({pids["prefill-0"], pids["decode-0"]})
+    for worker in server.get("/workers")[1]["workers"]:
+        with urllib.request.urlopen(worker["url"] + "/audit", timeout=LIMIT_S) as answer:
+            assert json.loads(answer.read())["problems"] == []
+    assert len(server.get("/workers")[1]["workers"]) == 2
+
+
+def test_an_address_that_a_worker_has_left_is_withdrawn_from_a_router_that_was_started_again_with_it(
+    cluster: tuple[Program, Server],
+):
+    program, server = cluster
+    first = router_of(program)
+    if alive(first):
+        os.kill(first, signal.SIGKILL)
+        until(lambda: "router-" in program.output and server.ready() and len(server.pids()) == 2, "the router is back")
+    before = {worker["url"] for worker in server.get("/workers")[1]["workers"]}
+
+    def live() -> set[str]:
+        return {w["url"] for w in server.get("/workers")[1]["workers"] if w["state"] == "live"}
+
+    for _ in range(2):  # behind the second end within a short time it gets another port
+        pid = server.pids()["prefill-0"]
+        os.kill(pid, signal.SIGKILL)
+        until(lambda old=pid: server.pids().get("prefill-0", old) != old, "prefill-0 is back")
+        if live() - before:
+            break
+    assert len(live() - before) == 1
+    until(lambda: [w["state"] for w in server.get("/workers")[1]["workers"]] == ["live"] * 2, "nobody is waited for")
+    assert server.complete()
+    assert program.process.poll() is None
+
+
+def test_a_stream_under_way_is_finished_before_the_end_of_a_cluster_whatever_it_has_been_through(
+    cluster: tuple[Program, Server],
+):
+    program, server = cluster
+    body = {"model": "smollm2", "prompt": "Count:", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    request = urllib.request.Request(
+        server.url + "/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
+        lines = [answer.readline()]
         program.process.send_signal(signal.SIGTERM)
-        assert program.ends() == 0
+        until(lambda: "ending: requests under way" in program.output, "the end has begun")
+        lines += answer.readlines()
+    events = [line for line in lines if line.startswith(b"data: ")]
+    assert events[-1].strip() == b"data: [DONE]"
+    assert b"error" not in b"".join(events)
+    assert program.ends() == 0
 
 
 @pytest.mark.usefixtures("leaves_nothing")
-def test_nothing_outlives_a_supervisor_that_is_killed(tiny: str):
-    with serving(model=tiny) as (program, _, pids):
+def test_one_decoder_more_is_asked_for_by_one_flag_and_nothing_outlives_a_supervisor_that_is_killed(tiny: str):
+    with serving("--decode", "2", model=tiny) as (program, server, pids):
+        assert set(pids) == {"router", "prefill-0", "decode-0", "decode-1"}
+        assert server.ready()
         assert children_of(program.process.pid) == set(pids.values())
         program.process.kill()
         program.process.wait()
         until(lambda: not any(alive(pid) for pid in pids.values()), "the children have ended")
-
-
-def test_a_stream_under_way_is_finished_before_the_end(tiny: str):
-    with serving("--drain-s", "60", model=tiny) as (program, server, _):
-        body = {"model": "smollm2", "prompt": "Count:", "max_tokens": 200, "ignore_eos": True, "stream": True}
-        request = urllib.request.Request(
-            server.url + "/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
-            lines = [answer.readline()]
-            program.process.send_signal(signal.SIGTERM)
-            until(lambda: "ending: requests under way" in program.output, "the end has begun")
-            lines += answer.readlines()
-        events = [line for line in lines if line.startswith(b"data: ")]
-        assert events[-1].strip() == b"data: [DONE]"
-        assert b"error" not in b"".join(events)
-        assert program.ends() == 0
 
 
 def test_ctrl_c_while_the_model_loads_ends_at_once():
@@ -153,40 +213,41 @@ def test_a_model_without_a_usable_tokenizer_starts_nothing(tmp_path: Path):
         (folder / "tokenizer.json").unlink(missing_ok=True)
 
 
-def test_one_decoder_more_is_asked_for_by_one_flag(tiny: str):
-    with serving("--decode", "2", model=tiny) as (_, server, pids):
-        assert set(pids) == {"router", "prefill-0", "decode-0", "decode-1"}
-        assert server.ready()
-
-
-def test_with_json_logs_one_event_says_that_it_is_ready_and_for_what(tiny: str):
-    program = Program("serve", tiny, "--port", "0", *SMALL, "--log-format", "json")
+@pytest.fixture(scope="module")
+def guarded(tiny: str) -> Iterator[Program]:
+    """A cluster with an API key, and with JSON logs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLIPSTREAM_API_KEY", "s3cret")
+        program = Program("serve", tiny, "--port", "0", *SMALL, "--log-format", "json")
     try:
-        event = json.loads(program.says(r'(?m)^\{.*"message":"ready".*\}$')[0])
-        assert event["model"] == "smollm2"
-        assert 0 < event["context"] <= 1024
-        assert event["workers"] == 2
-        assert Server(event["url"]).ready()
+        yield program
     finally:
+        print(program.output)
         program.process.terminate()
         program.ends()
 
 
-def test_a_cluster_with_an_api_key_comes_together_and_asks_for_it(tiny: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("SLIPSTREAM_API_KEY", "s3cret")
-    program = Program("serve", tiny, "--port", "0", *SMALL)
-    try:
-        server = Server(program.says(r"is served at (http://\S+)")[1])
-        assert server.get("/workers")[0] == 401
-        request = urllib.request.Request(server.url + "/workers", headers={"authorization": "Bearer s3cret"})
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            assert {worker["name"] for worker in json.loads(answer.read())["workers"]} == {"prefill-0", "decode-0"}
-        command_lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in children_of(program.process.pid)]
-        assert len(command_lines) == 3
-        assert not any("s3cret" in line for line in command_lines)
-    finally:
-        program.process.terminate()
-        program.ends()
+def event_of_readiness(program: Program) -> dict[str, Any]:
+    return json.loads(program.says(r'(?m)^\{.*"message":"ready".*\}$')[0])
+
+
+def test_with_json_logs_one_event_says_that_it_is_ready_and_for_what(guarded: Program):
+    event = event_of_readiness(guarded)
+    assert event["model"] == "smollm2"
+    assert 0 < event["context"] <= 1024
+    assert event["workers"] == 2
+    assert Server(event["url"]).ready()
+
+
+def test_a_cluster_with_an_api_key_comes_together_and_asks_for_it(guarded: Program):
+    server = Server(event_of_readiness(guarded)["url"])
+    assert server.get("/workers")[0] == 401
+    request = urllib.request.Request(server.url + "/workers", headers={"authorization": "Bearer s3cret"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        assert {worker["name"] for worker in json.loads(answer.read())["workers"]} == {"prefill-0", "decode-0"}
+    command_lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in children_of(guarded.process.pid)]
+    assert len(command_lines) == 3
+    assert not any("s3cret" in line for line in command_lines)
 
 
 def alarms(output: str) -> list[str]:
@@ -264,22 +325,3 @@ def test_generate_prints_the_answer():
     result = subprocess.run([*command, *options], capture_output=True, text=True, timeout=LIMIT_S)
     assert result.returncode == 0, result.stderr
     assert "Paris" in result.stdout
-
-
-def test_an_address_that_a_worker_has_left_is_withdrawn_from_a_router_that_was_started_again_with_it(tiny: str):
-    with serving(model=tiny) as (program, server, pids):
-        os.kill(pids["router"], signal.SIGKILL)
-        until(lambda: "router-" in program.output and server.ready() and len(server.pids()) == 2, "the router is back")
-        before = {worker["url"] for worker in server.get("/workers")[1]["workers"]}
-        for _ in range(2):  # behind the second end within a short time it gets another port
-            pid = server.pids()["prefill-0"]
-            os.kill(pid, signal.SIGKILL)
-            until(lambda old=pid: server.pids().get("prefill-0", old) != old, "prefill-0 is back")
-        live = {w["url"] for w in server.get("/workers")[1]["workers"] if w["state"] == "live"}
-        assert len(live - before) == 1
-        until(
-            lambda: [w["state"] for w in server.get("/workers")[1]["workers"]] == ["live"] * 2, "nobody is waited for"
-        )
-        assert server.complete()
-        program.process.send_signal(signal.SIGTERM)
-        assert program.ends() == 0
