@@ -29,6 +29,8 @@ class Recorder:
         self._launched.append(plan)
         self.plans.append(plan)
 
+    def behind(self) -> None: ...
+
     def collect(self) -> StepOutcome:
         plan = self._launched.popleft()
         if 0 <= self.broken_at <= plan.step:
