@@ -37,6 +37,16 @@ def launched(bench: Bench, plan: StepPlan | None) -> Behind:
     return behind
 
 
+def begun() -> tuple[Bench, StepPlan, Behind]:
+    """A prompt of three granted pages, all of it in one step that has been launched."""
+    bench = Bench(chunk_tokens=16)
+    bench.core.submit(request(max_tokens=5), "router", "decode")
+    plan = bench.plan()
+    assert plan is not None
+    bench.core.from_destination("decode", grant(1, 7, 8, 9))
+    return bench, plan, launched(bench, plan)
+
+
 def seen(bench: Bench) -> list[tuple[list[int], Behind | None]]:
     return [(job.destination_pages, job.behind) for job in bench.copies]
 
@@ -83,12 +93,7 @@ def test_a_step_that_holds_nothing_for_others_begins_no_copy() -> None:
 
 
 def test_what_a_failed_step_should_have_computed_is_copied_again_when_the_first_copy_is_over() -> None:
-    bench = Bench(chunk_tokens=16)
-    bench.core.submit(request(max_tokens=5), "router", "decode")
-    plan = bench.plan()
-    assert plan is not None
-    bench.core.from_destination("decode", grant(1, 7, 8, 9))
-    first = launched(bench, plan)
+    bench, plan, first = begun()
     bench.core.step_failed(plan, "the step failed")
     again = bench.plan()
     second = launched(bench, again)
@@ -126,12 +131,7 @@ def test_a_step_behind_a_failed_one_has_its_copies_made_again_too() -> None:
 
 
 def test_a_request_that_ends_during_its_step_keeps_its_pages_until_the_copy_is_over() -> None:
-    bench = Bench(chunk_tokens=16)
-    bench.core.submit(request(max_tokens=5), "router", "decode")
-    plan = bench.plan()
-    assert plan is not None
-    bench.core.from_destination("decode", grant(1, 7, 8, 9))
-    launched(bench, plan)
+    bench, plan, _ = begun()
     bench.core.abort("r", 0)
     bench.settle(plan)
     assert bench.core.audit().running == 3
