@@ -90,6 +90,10 @@ class Link(asyncio.Protocol):
         From any thread; messages of one thread, and of threads that take turns, keep their order. A message that cannot
         be sent ends the link, so that nothing arrives behind a gap.
         """
+        self._send(message, last=False)
+
+    def _send(self, message: wire.Message, *, last: bool) -> None:
+        """As `send`; behind the `last` message nothing goes out, whoever else sends at that moment."""
         if self._closing:
             return
         frame = memoryview(wire.encode(message))
@@ -97,9 +101,9 @@ class Link(asyncio.Protocol):
             if self._closing or self._socket is None:
                 return
             problem = self._put(self._socket, frame)
+            self._closing = last or bool(problem)
             if not problem:
                 return
-            self._closing = True
             self.lost_because = self.lost_because or problem
         logger.error("%s; closing the link", problem)
         self._soon(self._transport.abort)
@@ -170,7 +174,7 @@ class Link(asyncio.Protocol):
     def close(self, reason: str = "", *, dismissed: bool = False) -> None:
         """Sends what is queued and, with a `reason`, a Goodbye that gives it; then ends the link."""
         if reason:
-            self.send(wire.Goodbye(reason=reason, dismissed=dismissed))
+            self._send(wire.Goodbye(reason=reason, dismissed=dismissed), last=True)
         with self._lock:
             self._closing = True
             left = bool(self._unsent)

@@ -163,6 +163,29 @@ async def test_closing_sends_what_is_queued_and_the_goodbye_behind_it(ends: Ends
     here.send(failed(0, 10, 0))
 
 
+class ThenOnce:
+    """A lock; the first who lets go of it has something else happen before he goes on."""
+
+    def __init__(self, lock: threading.Lock, then: Callable[[], object]) -> None:
+        self._lock, self._then = lock, [then]
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        while self._then:
+            self._then.pop()()
+
+
+async def test_nothing_goes_out_behind_the_goodbye(ends: Ends) -> None:
+    here, there = await ends.open()
+    here._lock = ThenOnce(here._lock, lambda: here.send(failed(0, 9, 0)))  # type: ignore[assignment,arg-type]
+    here.close("enough")
+    assert await messages(there) == []
+    assert there.farewell == wire.Goodbye(reason="enough")
+
+
 async def test_a_close_while_threads_send_cuts_between_two_messages(ends: Ends) -> None:
     here, there = await ends.open()
     stop = threading.Event()
