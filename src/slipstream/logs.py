@@ -8,7 +8,8 @@ begin with a time always belongs to the one above.
 Whatever a request can cause, many can: of one and the same message (its text before the values are put in) at most
 `LINES_A_SECOND` lines are printed a second, and the next one says how many were left out. At level debug all are.
 
-Nobody who logs waits for whoever reads the log (outlet.py); the end of the process does, for a second at most.
+Nobody who logs waits for whoever reads the log (outlet.py); the end of the process does, for a second at most, and
+the error that ends it for one more.
 """
 
 from __future__ import annotations

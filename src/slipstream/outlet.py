@@ -20,6 +20,7 @@ import stat
 import sys
 import threading
 from collections.abc import Callable
+from types import TracebackType
 from typing import TextIO, cast
 
 MOST_WAITING = 8192  # writes
@@ -138,11 +139,21 @@ def to(stream: TextIO) -> TextIO:
 
 
 def take_stderr(note: Callable[[int], str]) -> TextIO:
-    """From now on nothing in Python waits for the reader of standard error. `note(n)` says that n lines are missing."""
+    """From now on nothing in Python waits for the reader of standard error. `note(n)` says that n lines are missing.
+
+    Only an error that ends the process does, for DRAIN_S at most: it shall not be among the lines that are left out.
+    """
     if sys.stderr is sys.__stderr__:
         sys.stderr = to(sys.stderr)
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _last_words
     _the_writer().note = note
     return sys.stderr
+
+
+def _last_words(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    drain()
+    sys.__excepthook__(kind, error, trace)
 
 
 def drain(seconds: float = DRAIN_S) -> bool:
