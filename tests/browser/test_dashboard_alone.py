@@ -96,8 +96,8 @@ def test_the_percentiles_of_now_are_those_of_the_requests_of_the_window_alone(
     chromium: Browser, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(watch, "STEP_S", 0.2)
-    monkeypatch.setattr(watch, "WINDOW_S", 10.0)
-    pause = [3.0, 1.5]  # before the first token, and between it and the end
+    monkeypatch.setattr(watch, "WINDOW_S", 8.0)
+    pause = [1.6, 0.8]  # before the first token, and between it and the end
 
     async def script(stage: Stage) -> None:
         await asyncio.sleep(pause[0])
