@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-# The files that take longest begin first (with `--no-loadscope-reorder`, see the Makefile), so that none of them is left
-# to one process alone at the end. Those that mostly wait for processes alternate with those that compute.
+# The files that take longest begin first (with `--no-loadscope-reorder`, see the Makefile), so that none is left to one
+# process alone at the end. Those that mostly wait for processes alternate with those that compute.
 LONG_FILES = (
     "sim/test_handoff_sim.py",
     "proc/test_hangs.py",
