@@ -178,8 +178,9 @@ def test_a_hidden_or_paused_page_asks_for_nothing_and_goes_on(chromium: Browser)
                 asked = len(tab.urls)
                 time.sleep(3.5)  # three times as long as the page waits between two questions
 
-        def goes_on() -> None:
+        def goes_on(resume: Callable[[], object]) -> None:
             asked = len(tab.urls)
+            resume()
             tab.until("document.querySelector('#status').dataset.state === 'ready'")
             snapshot = tab.run("document.documentElement.dataset.snapshot")
             tab.until(f"document.documentElement.dataset.snapshot > {snapshot}")
@@ -187,12 +188,10 @@ def test_a_hidden_or_paused_page_asks_for_nothing_and_goes_on(chromium: Browser)
 
         tab.run(HIDE % "true")
         rest()
-        tab.run(HIDE % "false")
-        goes_on()
+        goes_on(lambda: tab.run(HIDE % "false"))
         tab.press("p")
         rest()
-        tab.press("p")
-        goes_on()
+        goes_on(lambda: tab.press("p"))
 
     before_a_page(walk, chromium, saying("x"))
 
