@@ -9,7 +9,7 @@ PORT ?= 8000
 MODEL ?= smollm2
 ARGS ?=
 VENV ?= .venv
-PYTEST_ARGS ?= -n 2 --dist loadfile
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 CODE := src tests bench scripts examples
 BIN := $(VENV)/bin

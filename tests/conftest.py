@@ -6,12 +6,32 @@ import sys
 
 import pytest
 
-# Files that take the longest (seconds alone, 2 cores) come first, so that none is left for one worker at the end.
-# Those that wait for processes and those that compute all the time take turns: together they keep the cores busy.
+# The files that take longest begin first (with `--no-loadscope-reorder`, see the Makefile), so that none is left to one
+# process alone at the end. Those that mostly wait for processes alternate with those that compute.
 LONG_FILES = (
     "sim/test_handoff_sim.py",
     "proc/test_hangs.py",
     "proc/test_launch_cluster.py",
+    "proc/test_observe.py",
+    "unit/test_bench_serve.py",
+    "browser/test_dashboard_alone.py",
+    "unit/test_router_place_load.py",
+    "proc/test_rank_faults.py",
+    "unit/test_prompt_graphs.py",
+    "proc/test_faults_under_load.py",
+    "proc/test_equality.py",
+    "unit/test_topo_damage.py",
+    "browser/test_dashboard.py",
+    "unit/test_kernels_runner.py",
+    "proc/test_tensor_parallel.py",
+    "unit/test_model_shard.py",
+    "proc/test_hung_links.py",
+    "proc/test_unread_output.py",
+    "proc/test_bench_serve.py",
+    "unit/test_watch.py",
+    "unit/test_cli.py",
+    "unit/test_transports_staged.py",
+    "unit/test_router_silence.py",
 )
 
 

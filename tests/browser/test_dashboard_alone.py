@@ -96,8 +96,8 @@ def test_the_percentiles_of_now_are_those_of_the_requests_of_the_window_alone(
     chromium: Browser, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(watch, "STEP_S", 0.2)
-    monkeypatch.setattr(watch, "WINDOW_S", 10.0)
-    pause = [3.0, 1.5]  # before the first token, and between it and the end
+    monkeypatch.setattr(watch, "WINDOW_S", 8.0)
+    pause = [1.6, 0.8]  # before the first token, and between it and the end
 
     async def script(stage: Stage) -> None:
         await asyncio.sleep(pause[0])
@@ -178,8 +178,9 @@ def test_a_hidden_or_paused_page_asks_for_nothing_and_goes_on(chromium: Browser)
                 asked = len(tab.urls)
                 time.sleep(3.5)  # three times as long as the page waits between two questions
 
-        def goes_on() -> None:
+        def goes_on(resume: Callable[[], object]) -> None:
             asked = len(tab.urls)
+            resume()
             tab.until("document.querySelector('#status').dataset.state === 'ready'")
             snapshot = tab.run("document.documentElement.dataset.snapshot")
             tab.until(f"document.documentElement.dataset.snapshot > {snapshot}")
@@ -187,12 +188,10 @@ def test_a_hidden_or_paused_page_asks_for_nothing_and_goes_on(chromium: Browser)
 
         tab.run(HIDE % "true")
         rest()
-        tab.run(HIDE % "false")
-        goes_on()
+        goes_on(lambda: tab.run(HIDE % "false"))
         tab.press("p")
         rest()
-        tab.press("p")
-        goes_on()
+        goes_on(lambda: tab.press("p"))
 
     before_a_page(walk, chromium, saying("x"))
 

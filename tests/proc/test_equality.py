@@ -37,7 +37,7 @@ def prompts() -> tuple[list[list[int]], list[SamplingParams]]:
     """Fixed prompts: the lengths that touch page and chunk borders, and random ones; a third continues another."""
     rng = random.Random(7)
     lengths = [1, 2, 7, 8, 9, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513, 2000]
-    lengths += [rng.randrange(1, 700) for _ in range(PROMPTS - len(lengths))]
+    lengths += [rng.randrange(1, 400) for _ in range(PROMPTS - len(lengths))]
     batch: list[list[int]] = []
     for i, length in enumerate(lengths):
         tokens = [rng.randrange(3, 250) for _ in range(length)]
@@ -57,7 +57,7 @@ def prompts() -> tuple[list[list[int]], list[SamplingParams]]:
 @pytest.fixture(scope="module")
 def colocated(model: Path) -> Iterator[list[list[int]]]:
     batch, params = prompts()
-    with LLM(str(model), both=1, dtype="float32", kv_tokens=16384) as llm:
+    with LLM(str(model), both=1, dtype="float32", kv_tokens=16384, threads=1) as llm:
         yield [answer.token_ids for answer in llm.generate(batch, params, progress=False)]
 
 
@@ -91,7 +91,7 @@ def test_outputs_of_the_model_depend_on_the_whole_prompt(model: Path) -> None:
     long = next(tokens for tokens in batch if len(tokens) > 500)
     changed = [*long[:100], 3 + (long[100] + 1) % 200, *long[101:]]
     greedy = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=0)
-    with LLM(str(model), both=1, dtype="float32", kv_tokens=16384) as llm:
+    with LLM(str(model), both=1, dtype="float32", kv_tokens=16384, threads=1) as llm:
         first, second = llm.generate([long, changed], greedy, progress=False)
     assert first.logprobs is not None
     assert second.logprobs is not None

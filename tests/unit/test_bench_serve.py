@@ -545,8 +545,9 @@ async def test_no_figure_of_the_table_is_cut_off_on_a_narrow_terminal(
     monkeypatch.setenv("COLUMNS", str(width))
     async with fake() as server:
         ran = await in_thread(
-            server.url, "--rate", "100,200,300", "--requests", "10", "--warmup", "0", "--input", "4", "--slo", "ttft=5s"
-        )
+            server.url, "--rate", "100,200,300", "--requests", "10", "--warmup", "0", "--input", "4", "--output", "3",
+            "--slo", "ttft=5s",
+        )  # fmt: skip
     drawn = [line for line in ran.output.splitlines() if line.startswith(("│", "┃"))]
     assert max(map(len, drawn)) <= width
     assert "…" not in "".join(drawn)

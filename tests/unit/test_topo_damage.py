@@ -11,6 +11,7 @@ import json
 import random
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -54,6 +55,7 @@ MATRICES, LISTS = small(ALL_MATRICES), small(ALL_LISTS)
 PLAIN = files("nvidia-smi-nvlink-status", "nvidia-smi-q-fabric", "ls-dev-infiniband", "lsmod", "ulimit-a", "dmesg")
 
 
+@cache
 def load(name: str) -> str:
     with open(FIXTURES / name, newline="", encoding="utf-8", errors="replace") as file:
         return file.read()
@@ -115,10 +117,15 @@ def host_facts(reading: Reading) -> dict[tuple, object]:
     return found
 
 
+@cache
+def undamaged(name: str) -> tuple[Reading, dict[tuple, object]]:
+    reading = read_as(name, load(name))
+    assert reading is not None
+    return reading, facts(reading)
+
+
 def check(name: str, damaged: str, kinds: Sequence[str] = ()) -> None:
-    raw = load(name)
-    whole = read_as(name, raw)
-    assert whole is not None
+    whole, before = undamaged(name)
     try:
         reading = read_as(name, damaged)
     except ConfigError:
@@ -127,7 +134,7 @@ def check(name: str, damaged: str, kinds: Sequence[str] = ()) -> None:
         return  # nobody can take it for this kind any more: nothing is read, and the command refuses the text
     new = set(reading.warnings) - set(whole.warnings)
     new |= {finding for finding in reading.warnings if finding.code in ("no-nic-rows", "elided")}  # cannot be checked
-    before, after = facts(whole), facts(reading)
+    after = facts(reading)
     wrong = {key: (before.get(key), value) for key, value in after.items() if before.get(key) != value}
     lost = {key: before[key] for key in before.keys() - after.keys()}
     if "no-numa-column" in reading.quirks:  # as of an old driver: a cut before that column leaves no other trace
