@@ -320,6 +320,7 @@ class Peers:
                 events.append(partial(EngineCore.from_source, peer_id=peer, message=message))
         if events:
             self._post(*events)
+            self._post(EngineCore.catch_up)  # what they leave to do, behind the answers
         return probing
 
     async def _end_former(self, peer: str) -> None:

@@ -34,7 +34,7 @@ from slipstream.engine.observe import NoObserver, Observer
 from slipstream.engine.plan import IntArray
 from slipstream.engine.rows import RowTable
 from slipstream.engine.sequence import Phase, Sequence
-from slipstream.kv.pages import PageAccount, PageState
+from slipstream.kv.pages import PageAccount
 
 PATIENCE = 8  # how often a claim may be passed over for its size
 LOOKAHEAD = 8  # how many claims of each kind are considered when the first does not fit
@@ -156,14 +156,13 @@ class Scheduler:
         paused = self._grow(busy)
         if paused is None:
             return None
-        rows = self._rows_of_decoding()
-        able = self.rows.ready(rows)
-        if paused:
-            able &= ~np.isin(rows, list(paused))
-        if able.all():
-            decodes = list(self.decoding)
-        else:
-            decodes, rows = [self.decoding[i] for i in np.flatnonzero(able)], rows[able]
+        decodes, rows = list(self.decoding), self._rows_of_decoding()
+        if decodes and (busy or paused):  # else all their tokens are known
+            able = self.rows.ready(rows)
+            if paused:
+                able &= ~np.isin(rows, list(paused))
+            if not able.all():
+                decodes, rows = [decodes[i] for i in np.flatnonzero(able)], rows[able]
         prompts = bool(self.prefilling or self.waiting)
         most = self._mixed_chunk_tokens if decodes else self._chunk_tokens
         self._budget = max(most - len(rows), min(most, self._page_tokens)) if prompts else 0
@@ -192,7 +191,7 @@ class Scheduler:
     def _seat_landed(self) -> None:
         while self.landed and self.rows.free:
             sequence = self.landed[0]
-            self.account.move(sequence.pages, PageState.LANDED, PageState.RUNNING)
+            sequence.occupy()
             self.rows.assign(sequence)
             self.shift(sequence, Phase.DECODE)
             self._observer.seated(sequence)
@@ -205,8 +204,12 @@ class Scheduler:
         if not self.decoding:
             return set()
         rows = self._rows_of_decoding()
-        lacking = self.rows.lacking_page(rows) & self.rows.ready(rows)
+        lacking = self.rows.lacking_page(rows)
         paused: set[int] = set()
+        if not lacking.any():
+            return paused
+        if busy:
+            lacking &= self.rows.ready(rows)
         for sequence in [self.decoding[i] for i in np.flatnonzero(lacking)]:
             if sequence.phase is not Phase.DECODE:
                 continue  # preempted for an older one a moment ago
@@ -246,6 +249,7 @@ class Scheduler:
         assert not sequence.in_flight, f"{sequence!r} preempted while it is being computed"
         self.preemptions += 1
         self._observer.preempted(sequence)
+        self.register(sequence)  # an adopted one may not have been
         if len(sequence.tokens) > self.account.total * self._page_tokens:
             self._give_up(sequence)
             return

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -105,6 +105,11 @@ class PrefixIndex:
 
     def key_of(self, page: int) -> bytes | None:
         return self._keys.get(page)
+
+    @property
+    def named(self) -> Container[int]:
+        """The pages that have a key."""
+        return self._keys
 
     def retire(self, page: int) -> None:
         """Nobody holds this page any more: it is now the most recently used of the evictable ones."""
