@@ -18,6 +18,9 @@ from slipstream.engine.plan import FROM_DEVICE, BoolArray, IntArray, NewRow, Ste
 from slipstream.engine.sequence import Sequence
 
 
+ONE = np.ones(1, dtype=np.int64)  # numpy takes longer for a number
+
+
 class RowTable:
     """`rows` rows whose block tables are `max_pages` wide."""
 
@@ -25,8 +28,10 @@ class RowTable:
         self.length: IntArray = np.zeros(rows, dtype=np.int64)  # tokens of the sequence, pending ones included
         self.last_token: IntArray = np.zeros(rows, dtype=np.int64)  # FROM_DEVICE while it is pending
         self.pending: IntArray = np.zeros(rows, dtype=np.int64)  # tokens that steps under way will sample
-        self.page_count: IntArray = np.zeros(rows, dtype=np.int64)
-        self._room: IntArray = np.zeros(rows, dtype=np.int64)  # tokens that the pages hold
+        self._room: IntArray = np.zeros(rows, dtype=np.int64)  # tokens that its pages hold
+        self._page_count = [0] * rows
+        self._yes: BoolArray = np.ones(rows, dtype=np.bool_)
+        self._numbers: IntArray = np.arange(rows + 1)
         self._limit: IntArray = np.zeros(rows, dtype=np.int64)
         self._ahead: BoolArray = np.zeros(rows, dtype=np.bool_)  # may be planned before its last token is known
         self._tables: IntArray = np.zeros((rows, max_pages), dtype=np.int64)
@@ -46,11 +51,12 @@ class RowTable:
         """Gives the sequence a row and writes its tokens and pages into it."""
         row = self._free.pop()
         sequence.row = row
-        count = len(sequence.pages)
-        self._tables[row, count : self.page_count[row]] = 0
+        before, count = self._page_count[row], len(sequence.pages)
+        self._page_count[row] = count
+        if before > count:
+            self._tables[row, count:before] = 0
         self._tables[row, :count] = sequence.pages if sequence.page_ids is None else sequence.page_ids
         sequence.page_ids = None
-        self.page_count[row] = count
         self._room[row] = count * self._page_tokens
         self._limit[row] = sequence.limit
         self._ahead[row] = not sequence.needs_host
@@ -85,8 +91,8 @@ class RowTable:
     def add_page(self, sequence: Sequence, page: int) -> None:
         row = sequence.row
         sequence.pages.append(page)
-        self._tables[row, self.page_count[row]] = page
-        self.page_count[row] += 1
+        self._tables[row, self._page_count[row]] = page
+        self._page_count[row] += 1
         self._room[row] += self._page_tokens
 
     def settle(self, rows: IntArray, tokens: IntArray) -> None:
@@ -98,9 +104,9 @@ class RowTable:
         """Which of `rows` can decode now: those whose tokens are known, and those that go on whatever they are."""
         return (self.pending[rows] == 0) | (self._ahead[rows] & (self.length[rows] < self._limit[rows]))
 
-    def lacking_page(self, rows: IntArray) -> BoolArray:
-        """Which of `rows` have no page for their last token yet."""
-        return self.length[rows] > self._room[rows]
+    def lacking_page(self, rows: IntArray) -> list[int]:
+        """At which places of `rows` there is one that has no page for its last token yet."""
+        return (self.length[rows] > self._room[rows]).nonzero()[0].tolist()
 
     def plan(self, step: int, decode_rows: IntArray, chunks: list[tuple[Sequence, int]]) -> StepPlan:
         """Columns of a step: one token for each of `decode_rows`, then (sequence, number of tokens) of the chunks.
@@ -112,10 +118,10 @@ class RowTable:
         self._new.clear()
         self._doubtful.clear()
         contexts = self.length[decode_rows]
-        tokens, positions, rows = self.last_token[decode_rows], contexts - 1, decode_rows
-        query_start = np.arange(len(rows) + 1)
-        sample: BoolArray = np.ones(len(rows), dtype=np.bool_)
-        sampled = rows
+        tokens, positions, rows = self.last_token[decode_rows], contexts - ONE, decode_rows
+        query_start = self._numbers[: len(rows) + 1].copy()
+        sample, sampled = self._yes[: len(rows)].copy(), rows
+        used = max(contexts.tolist(), default=0)
         if chunks:
             ends = [s.planned + n for s, n in chunks]
             spans = [(s, s.planned, end) for (s, _), end in zip(chunks, ends, strict=True)]
@@ -124,15 +130,15 @@ class RowTable:
             rows = _append(rows, [s.row for s, _ in chunks])
             contexts = _append(contexts, ends)
             query_start = _append(query_start, list(accumulate((n for _, n in chunks), initial=len(decode_rows)))[1:])
+            used = max(used, *ends)
             done = np.asarray([end == len(s.tokens) for s, _, end in spans], dtype=np.bool_)
             sample = np.concatenate((sample, done))
             sampled = rows[sample]
-        width = -(-int(contexts.max()) // self._page_tokens)
-        tables = self._tables[rows, :width]
+        tables = self._tables[rows, : -(-used // self._page_tokens)]
         for i in range(len(decode_rows), len(rows)):
             tables[i, -(-int(contexts[i]) // self._page_tokens) :] = 0  # pages that later chunks will fill
-        self.length[sampled] += 1
-        self.pending[sampled] += 1
+        self.length[sampled] += ONE
+        self.pending[sampled] += ONE
         self.last_token[sampled] = FROM_DEVICE
         return StepPlan(
             step=step,

@@ -206,11 +206,10 @@ class Scheduler:
         rows = self._rows_of_decoding()
         lacking = self.rows.lacking_page(rows)
         paused: set[int] = set()
-        if not lacking.any():
-            return paused
-        if busy:
-            lacking &= self.rows.ready(rows)
-        for sequence in [self.decoding[i] for i in np.flatnonzero(lacking)]:
+        if lacking and busy:
+            ready = self.rows.ready(rows)
+            lacking = [i for i in lacking if ready[i]]
+        for sequence in [self.decoding[i] for i in lacking]:
             if sequence.phase is not Phase.DECODE:
                 continue  # preempted for an older one a moment ago
             if busy and not self.account.available:
