@@ -348,9 +348,8 @@ class Scheduler:
         full = sequence.computed // self._page_tokens
         if not self._prefix_cache or full <= sequence.registered:
             return
-        keys = sequence.extend_keys(self._page_tokens)
-        for i in range(sequence.registered, full):
-            self.account.index.insert(keys[i], sequence.pages[i])
+        keys, first = sequence.extend_keys(self._page_tokens), sequence.registered
+        self.account.index.insert_all(keys[first:full], sequence.pages[first:full])
         sequence.registered = full
 
 

@@ -32,8 +32,8 @@ class Reservation:
 
     __slots__ = ("pages", "state")
 
-    def __init__(self, pages: list[int]) -> None:
-        self.pages = pages
+    def __init__(self) -> None:
+        self.pages: list[int] = []
         self.state = PageState.RESERVED
 
     def land(self) -> None:
@@ -96,32 +96,27 @@ class PageAccount:
 
     def take(self, count: int) -> list[int]:
         """`count` pages with one holder each, the caller. Gives up cached pages where free ones do not suffice."""
-        pages = self._take(count)
-        states, running = self._state, PageState.RUNNING
-        for page in pages:
-            states[page] = running
-        return pages
+        return self._take(count, PageState.RUNNING)
 
     def reserve(self, count: int) -> Reservation:
         """As `take`, for a peer that will write into them."""
-        reservation = Reservation(self._take(count))
-        states = self._state
-        for page in reservation.pages:
-            states[page] = reservation
+        reservation = Reservation()
+        reservation.pages = self._take(count, reservation)
         return reservation
 
-    def _take(self, count: int) -> list[int]:
+    def _take(self, count: int, state: PageState | Reservation) -> list[int]:
         assert count <= self.available, f"{count} pages taken, {self.available} available"
-        while len(self._free) < count:
-            self._free.append(self.index.evict())
+        if len(self._free) < count:
+            self._free += self.index.evict(count - len(self._free))
         if count == 0:
             return []
         pages = self._free[-count:]
         del self._free[-count:]
-        holders = self._holders
+        holders, states = self._holders, self._state
         for page in pages:
-            assert holders[page] == 0, f"page {page} was free and held"
+            assert not holders[page], f"page {page} was free and held"
             holders[page] = 1
+            states[page] = state
         return pages
 
     def hold(self, pages: Iterable[int]) -> None:
