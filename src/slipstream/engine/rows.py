@@ -17,7 +17,6 @@ import numpy as np
 from slipstream.engine.plan import FROM_DEVICE, BoolArray, IntArray, NewRow, StepPlan
 from slipstream.engine.sequence import Sequence
 
-
 ONE = np.ones(1, dtype=np.int64)  # numpy takes longer for a number
 
 
