@@ -8,6 +8,7 @@ The loop of a worker feeds it what arrives, asks for a plan, has it executed, an
     runner.launch(plan)                                                       nothing to do when the plan is None
     core.settle(plan, runner.collect())                                       or core.step_failed(plan, reason)
     carry out core.take_effects()                                             tokens, copies of the chunk, commits
+    core.catch_up()                                                           now and then, when nobody waits
 
 Events may come at any time. One more step may be scheduled before the last is settled, so that a device need not wait
 for the host: it goes on from where that one will end, with every sequence whose next token can be sampled without the
