@@ -189,11 +189,11 @@ class Sequence:
     def reset(self) -> None:
         """Back to nothing computed; the caller has dropped the pages."""
         self.pages = []
-        self.page_ids = None
-        self.occupy()
         self.computed = self.planned = 0
         self.registered = 0
         self.prompt_logprobs = None
+        self.page_ids = None
+        self.occupy()
         self.phase = Phase.WAITING
 
     def __repr__(self) -> str:
