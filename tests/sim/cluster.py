@@ -189,6 +189,8 @@ class Worker:
             self.deliver()
         else:
             self.wake()
+        if self.world.events % 3 == 0:  # sooner, later or never, as behind a busy loop
+            self.core.catch_up()
 
     def wake(self) -> None:
         if not self._woken and len(self._under_way) < self.numbers.depth:

@@ -323,10 +323,11 @@ def the_first_token_is_computed_again_after_adoption() -> list[Patch]:
 
 @mutant
 def evicted_pages_keep_their_names() -> list[Patch]:
-    def evict(self: PrefixIndex) -> int:
-        page, _ = self._idle.popitem(last=False)
-        self._keys.pop(page)
-        return page
+    def evict(self: PrefixIndex, count: int = 1) -> list[int]:
+        pages = [self._idle.popitem(last=False)[0] for _ in range(count)]
+        for page in pages:
+            self._keys.pop(page)
+        return pages
 
     return [(PrefixIndex, "evict", evict)]
 

@@ -94,17 +94,39 @@ def test_dropping_what_nobody_holds_is_a_programming_error() -> None:
 def test_reserved_pages_land_and_then_run_while_shared_ones_keep_their_state() -> None:
     pages = account()
     shared = pages.take(1)
-    reserved = pages.take(2, PageState.RESERVED)
-    both = shared + reserved
-    pages.move(both, PageState.RESERVED, PageState.LANDED)
+    reservation = pages.reserve(2)
+    both = shared + reservation.pages
+    assert [pages.state(p) for p in both] == [PageState.RUNNING, PageState.RESERVED, PageState.RESERVED]
+    reservation.land()
     assert [pages.state(p) for p in both] == [PageState.RUNNING, PageState.LANDED, PageState.LANDED]
-    pages.move(both, PageState.LANDED, PageState.RUNNING)
+    reservation.run()
     assert {pages.state(p) for p in both} == {PageState.RUNNING}
+
+
+def test_a_page_that_was_let_go_and_taken_again_has_nothing_to_do_with_the_reservation_it_was_in() -> None:
+    pages = account(4)
+    reservation = pages.reserve(3)
+    name(pages, reservation.pages[:1])
+    pages.drop(reservation.pages)
+    assert sorted(pages.state(page) for page in (1, 2, 3)) == [PageState.FREE, PageState.FREE, PageState.CACHED]
+    taken = pages.take(3)
+    reservation.run()
+    second = pages.reserve(0)
+    assert {pages.state(page) for page in taken} == {PageState.RUNNING}
+    pages.drop(taken)
+    assert pages.audit([("second", second.pages)]).settled
+
+
+def test_reserved_pages_cannot_land_twice() -> None:
+    reservation = account().reserve(2)
+    reservation.land()
+    with pytest.raises(AssertionError, match="landed while LANDED"):
+        reservation.land()
 
 
 def test_the_audit_of_a_sound_account_counts_every_page_once() -> None:
     pages = account(10)
-    running, reserved, cached = pages.take(2), pages.take(3, PageState.RESERVED), pages.take(1)
+    running, reserved, cached = pages.take(2), pages.reserve(3).pages, pages.take(1)
     name(pages, cached)
     pages.drop(cached)
     audit = pages.audit([("a", running), ("b", reserved)])
@@ -141,10 +163,18 @@ def test_random_use_never_loses_a_page(seed: int) -> None:
     pages = account(rng.randint(4, 30))
     holders: list[list[int]] = []
     fresh = 0
+    reservations = []
     for _ in range(400):
         kind = rng.random()
+        if reservations and rng.random() < 0.2:
+            reservations.pop().land()
         if kind < 0.4:
-            held = pages.take(rng.randint(0, pages.available))
+            count = rng.randint(0, pages.available)
+            if rng.random() < 0.5:
+                reservations.append(pages.reserve(count))
+                held = reservations[-1].pages.copy()
+            else:
+                held = pages.take(count)
             holders.append(held)
             for page in held[: rng.randint(0, len(held))]:
                 fresh += 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from slipstream.kv.prefix import PrefixIndex, block_keys, extend_keys, root_key
 
 ROOT = root_key("fingerprint")
@@ -72,8 +74,25 @@ def test_the_least_recently_used_page_goes_first() -> None:
         index.retire(n * 10)
     index.revive(10)
     index.retire(10)
-    assert [index.evict() for _ in range(3)] == [20, 30, 10]
+    assert [*index.evict(2), *index.evict()] == [20, 30, 10]
     assert len(index) == 0
+
+
+def test_pages_of_a_chain_are_named_together_and_those_whose_key_is_known_stay_nameless() -> None:
+    index = PrefixIndex()
+    index.insert(key(2), 20)
+    assert index.insert_all([key(1), key(2), key(3)], [10, 21, 30]) == 2
+    assert index.match([key(1), key(2), key(3)]) == [10, 20, 30]
+    assert [page in index.named for page in (10, 20, 21, 30)] == [True, True, False, True]
+    assert index.take_changes().added == [key(2), key(1), key(3)]
+
+
+def test_no_more_pages_are_given_up_than_nobody_holds() -> None:
+    index = PrefixIndex()
+    index.insert(key(1), 10)
+    index.retire(10)
+    with pytest.raises(KeyError):
+        index.evict(2)
 
 
 def test_changes_are_net_and_taken_once() -> None:

@@ -126,6 +126,31 @@ def test_frames_of_several_threads_arrive_whole_and_each_threads_in_order(sizes:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("size", [40, 3_000_000])
+async def test_messages_of_one_call_arrive_one_by_one_and_in_order_and_between_those_of_others(
+    ends: Ends, size: int
+) -> None:
+    here, there = await ends.open()
+    sent = [failed(0, number, size) for number in range(7)]
+    here.send(sent[0])
+    here.send(*sent[1:5])
+    here.send()
+    here.send(*sent[5:])
+    assert await messages(there, 7) == sent
+
+
+async def test_of_messages_of_one_call_one_too_long_ends_the_link_with_none_of_them_sent(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = await ends.open()
+    monkeypatch.setattr(wire, "MAX_FRAME", 1000)
+    here.send(failed(0, 0, 10))
+    here.send(failed(0, 1, 10), failed(0, 2, 2000), failed(0, 3, 10))
+    assert await messages(there) == [failed(0, 0, 10)]
+    assert await messages(here) == []
+    assert "longer than a frame" in here.lost_because
+
+
 class Eager:
     """An event loop that has run what it is handed before the hand-over returns."""
 

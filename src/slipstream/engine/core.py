@@ -9,6 +9,7 @@ The loop of a worker feeds it what arrives, asks for a plan, has it executed, an
     core.launched(plan, behind), take_effects()                               where copies can wait for a step: on GPUs
     core.settle(plan, runner.collect())                                       or core.step_failed(plan, reason)
     carry out core.take_effects()                                             tokens, copies of the chunk, commits
+    core.catch_up()                                                           now and then, when nobody waits
 
 Events may come at any time. One more step may be scheduled before the last is settled, so that a device need not wait
 for the host: it goes on from where that one will end, with every sequence whose next token can be sampled without the
@@ -111,12 +112,15 @@ class EngineCore:
             max_model_len=self.max_model_len,
             max_sequences=settings.max_sequences,
             prefix_cache=settings.prefix_cache,
+            vocab=self._terms.token_ids,
             fits=lambda cost, growth: self._admission.fits(cost, growth),
             adopted=self._adopt,
             observer=observer,
         )
         self._admission = Admission(self._account, self._scheduler, self._incoming, self._outgoing)
         self._live: dict[str, Sequence] = {}  # by request id: those that may still need an answer from here
+        self._unregistered: list[Sequence] = []  # adopted; what they have computed has no name yet
+        self._saltless = root_key(layout.fingerprint)
         self._ending: set[Sequence] = set()  # ended, but a step or a copy still uses their pages
         self._flights = Flights(self._rows, self._scheduler, observer, lambda sequence: self._release(sequence))
 
@@ -131,7 +135,7 @@ class EngineCore:
         if known is not None:
             self._end(known, "superseded")
         arrival = self._scheduler.next_arrival()
-        root = root_key(self._fingerprint, request.cache_salt)
+        root = self._root(request.cache_salt)
         sequence = Sequence(request, router, decode_at, arrival, root, self._eos_ids, self.max_model_len)
         self._observer.submitted(sequence)
         refusal = self._terms.refusal(sequence, len(self._scheduler.waiting), self.draining)
@@ -143,6 +147,9 @@ class EngineCore:
         else:
             self._live[request.id] = sequence
             self._scheduler.enter(sequence, Phase.WAITING)
+
+    def _root(self, cache_salt: str) -> bytes:
+        return root_key(self._fingerprint, cache_salt) if cache_salt else self._saltless
 
     def abort(self, request_id: str, attempt: int) -> None:
         """Ends a request without an answer, wherever it is; an unknown one, or a newer attempt, is left alone."""
@@ -187,6 +194,15 @@ class EngineCore:
         Has to come before anything from a new link of the same peer.
         """
         self._incoming.lost(peer_id)
+
+    def catch_up(self) -> None:
+        """Does what is left of grants and commits that nobody waits for. For a loop that has delivered the effects;
+        nothing goes wrong without it, but later."""
+        self._incoming.read_ahead()
+        unregistered, self._unregistered = self._unregistered, []
+        for sequence in unregistered:
+            if sequence.pages:
+                self._scheduler.register(sequence)
 
     # -------------------------------------------------------------------------------------------------- from the mover
 
@@ -334,20 +350,20 @@ class EngineCore:
         known = self._live.get(request.id)
         if known is not None:
             self._end(known, "superseded")
-        root = root_key(self._fingerprint, request.cache_salt)
         sequence = Sequence(
-            request, commit.router, None, arrival.key[1], root, self._eos_ids, self.max_model_len, arrival.ids
-        )
-        foreign = self._terms.foreign(sequence)
+            request, commit.router, None, arrival.key[1], self._root(request.cache_salt), self._eos_ids,
+            self.max_model_len, arrival.ids, None if arrival.ids is None else arrival.tokens,
+        )  # fmt: skip
+        foreign = self._terms.foreign_arrival(arrival, sequence)
         if foreign is not None:
             self._account.drop(arrival.pages)
             self._answer_failed(sequence, *foreign)
             return
-        sequence.pages = arrival.pages
-        sequence.keys = list(arrival.handoff.offer.block_keys)
+        sequence.pages, sequence.page_ids, sequence.reservation = arrival.pages, arrival.page_ids, arrival.reservation
+        sequence.keys = arrival.handoff.offer.block_keys.copy()
         sequence.computed = len(sequence.tokens) - 1
         sequence.spoke = True
-        self._scheduler.register(sequence)
+        self._unregistered.append(sequence)
         self._live[request.id] = sequence
         self._scheduler.enter(sequence, Phase.LANDED)
         self._observer.adopted(sequence, arrival, commit)
@@ -400,6 +416,8 @@ class EngineCore:
             return
         self._rows.release(sequence)
         if sequence.handoff is None:
+            self._scheduler.register(sequence)  # an adopted one may not have been
+            sequence.occupy()
             self._account.drop(sequence.pages)
             sequence.pages = []
             self._ending.discard(sequence)
@@ -442,10 +460,12 @@ class EngineCore:
 
     def status(self) -> wire.Status:
         """Load, and the block keys that entered or left the prefix cache since the last call."""
+        self.catch_up()
         return self._status(self._index.take_changes())
 
     def status_for_new_router(self) -> wire.Status:
         """Load and all block keys, for a router that knows none; takes nothing from the next `status`."""
+        self.catch_up()
         return self._status(Changes(added=self._index.keys(), reset=True))
 
     def _status(self, changes: Changes) -> wire.Status:

@@ -3,6 +3,9 @@
 An offer is granted when its pages fit beside the head-room for the growth of what runs here, else deferred and asked
 again whenever pages come back. The pages of a prefix that is cached here already are held from the grant on and need
 no copy; the others are reserved: nobody else gets them before the machine of the transfer says Free.
+
+Behind the last copy the request waits for its commit to be taken in. So what is known of it before, its prompt and its
+pages, is read when the grant is on its way (`read_ahead`), or with the commit where that comes sooner.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ import bisect
 import logging
 from collections.abc import Callable
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,7 +21,7 @@ from slipstream import wire
 from slipstream.engine.effects import Outbox
 from slipstream.engine.observe import NoObserver, Observer
 from slipstream.engine.scheduler import Scheduler, Verdict
-from slipstream.kv.pages import PageAccount, PageState
+from slipstream.kv.pages import PageAccount, PageState, Reservation
 from slipstream.transfer.protocol import Adopt, DestinationAction, DestinationHandoff, DestinationState, Free, Send
 
 logger = logging.getLogger(__name__)
@@ -28,9 +30,16 @@ EARLY_GRANTS = 0.25  # share of max_sequences that may be granted beyond those t
 
 
 class Arrival:
-    """One offered transfer; `pages` are its held prefix pages and its reserved ones, in the order of the prompt."""
+    """One offered transfer; `pages` are its held prefix pages and its reserved ones, in the order of the prompt.
 
-    __slots__ = ("handoff", "ids", "key", "limit", "note", "pages", "passed_over", "prompt")
+    `prompt` are the ids that the offer has brought, once they are read, `foreign` one of them that the model does not
+    have, and `page_ids` the pages as an array.
+    """
+
+    __slots__ = (
+        "foreign", "handoff", "ids", "key", "limit", "note", "page_ids", "pages", "passed_over", "prompt",
+        "reservation", "tokens",
+    )  # fmt: skip
 
     def __init__(self, handoff: DestinationHandoff, key: tuple[int, int], limit: int) -> None:
         self.handoff = handoff
@@ -39,32 +48,39 @@ class Arrival:
         self.pages: list[int] = []
         self.passed_over = 0
         self.note: object = None  # the observer's
-        self.ids: NDArray[np.int64] | None = None  # the prompt, where the offer has brought it
+        self.reservation: Reservation | None = None
+        self.page_ids: NDArray[np.int64] | None = None
+        self.ids: NDArray[np.int64] | None = None
         self.prompt: list[int] = []
+        self.tokens: list[int] = []  # another list of the same, for the sequence to extend
+        self.foreign: int | None = None
 
-    def take_prompt(self) -> None:
-        """Reads the prompt of the offer, while there is time: behind the commit the request waits."""
+    def read_ahead(self, vocab: int) -> None:
+        """Reads prompt and pages, unless that is done."""
+        if self.page_ids is not None:
+            return
+        self.page_ids = np.asarray(self.pages, dtype=np.int64)
         data = self.handoff.offer.prompt
         if data:
-            self.ids = np.frombuffer(data, dtype="<i4").astype(np.int64)
-            self.prompt = self.ids.tolist()
+            self.ids = ids = np.frombuffer(data, dtype="<i4").astype(np.int64)
+            self.prompt = ids.tolist()
+            self.tokens = self.prompt.copy()
+            if ids.min() < 0 or ids.max() >= vocab:
+                self.foreign = int(ids[(ids < 0) | (ids >= vocab)][0])
 
-    def whole(self, commit: wire.Commit) -> wire.Commit:
-        """The commit with its prompt."""
-        if self.ids is None:
-            return commit
+    def complete(self, commit: wire.Commit) -> None:
+        """Gives the commit the prompt that the offer has brought; forgets that where the commit brings its own."""
         if commit.request.prompt_ids:
-            self.ids = None
-            return commit
-        request = msgspec.structs.replace(commit.request, prompt_ids=self.prompt)
-        return msgspec.structs.replace(commit, request=request)
+            self.ids, self.prompt, self.tokens, self.foreign = None, [], [], None
+        else:
+            commit.request.prompt_ids = self.prompt
 
 
 class Incoming:
     """All transfers that this worker is the destination of.
 
     `fits(cost, growth)` says whether new work may take `cost` pages now and will soon need `growth` more.
-    `adopted(arrival, commit)` takes over the pages.
+    `adopted(arrival, commit)` takes over the pages. `vocab` is the number of token ids that the model has.
     """
 
     def __init__(
@@ -77,6 +93,7 @@ class Incoming:
         max_model_len: int,
         max_sequences: int,
         prefix_cache: bool,
+        vocab: int,
         fits: Callable[[int, int], bool],
         adopted: Callable[[Arrival, wire.Commit], None],
         observer: Observer | None = None,
@@ -90,10 +107,12 @@ class Incoming:
         self._max_model_len = max_model_len
         self._seats = max_sequences + max(2, int(max_sequences * EARLY_GRANTS))
         self._prefix_cache = prefix_cache
+        self._vocab = vocab
         self._fits = fits
         self._adopted = adopted
         self._arrivals: dict[tuple[str, int], Arrival] = {}
         self._generation = 0
+        self._unread: list[Arrival] = []  # granted
 
     def __len__(self) -> int:
         return len(self._arrivals)
@@ -135,7 +154,6 @@ class Incoming:
         if (peer, offer.xfer) in self._arrivals:
             logger.error("%s offered transfer %d twice; the second offer is ignored", peer, offer.xfer)
             return
-        arrival.take_prompt()
         self._arrivals[peer, offer.xfer] = arrival
         bisect.insort(self.deferred, arrival, key=lambda a: a.key)
 
@@ -171,7 +189,9 @@ class Incoming:
             return
         match message:
             case wire.Commit():
-                actions = arrival.handoff.on_commit(arrival.whole(message))
+                arrival.read_ahead(self._vocab)
+                arrival.complete(message)
+                actions = arrival.handoff.on_commit(message)
             case wire.Cancel():
                 actions = arrival.handoff.on_cancel()
             case wire.Released():
@@ -185,6 +205,13 @@ class Incoming:
         """Proof that this source can write no more."""
         for arrival in [a for (p, _), a in self._arrivals.items() if p == peer]:
             self._perform(arrival, arrival.handoff.on_lost())
+
+    def read_ahead(self) -> None:
+        """Reads what was granted since the last call, while its pages are being written."""
+        unread, self._unread = self._unread, []
+        for arrival in unread:
+            if not arrival.handoff.closed:
+                arrival.read_ahead(self._vocab)
 
     # ---------------------------------------------------------------------------------------------------- our decisions
 
@@ -218,11 +245,13 @@ class Incoming:
         if not self._fits(cost, self._growth(arrival)):
             return Verdict.NO_PAGES
         self._account.hold(hits)
-        reserved = self._account.take(new_pages, PageState.RESERVED)
-        arrival.pages = hits + reserved
+        arrival.reservation = reservation = self._account.reserve(new_pages)
+        arrival.pages = hits + reservation.pages
         self._generation += 1
         self.deferred.remove(arrival)
-        self._perform(arrival, arrival.handoff.grant(len(hits) * self._page_tokens, reserved, self._generation))
+        self._unread.append(arrival)
+        skip = len(hits) * self._page_tokens
+        self._perform(arrival, arrival.handoff.grant(skip, reservation.pages, self._generation))
         return Verdict.TAKEN
 
     def _perform(self, arrival: Arrival, actions: list[DestinationAction]) -> None:
@@ -233,8 +262,8 @@ class Incoming:
                     self._outbox.peer(handoff.peer, False, message)
                     self._observer.replied(arrival, message)
                 case Adopt(commit):
-                    pages = arrival.pages
-                    self._account.move(pages, PageState.RESERVED, PageState.LANDED)
+                    assert arrival.reservation is not None
+                    arrival.reservation.land()
                     self._adopted(arrival, commit)
                     arrival.pages = []
                 case Free():

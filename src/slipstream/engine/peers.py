@@ -47,7 +47,7 @@ _from_destination = wire.Decoder(wire.FromDestination)
 
 
 class Peers:
-    """All links of one worker to other workers. Lives on the IO thread's event loop; `send` is for any thread.
+    """All links of one worker to other workers. Lives on the IO thread's event loop; `link` is for any thread.
 
     `ranks` are those of this worker. `post` has events applied to the engine's core; `take_way(peer, way)` is called
     there before anything of a new link, whose routes the ranks know as `way`; `on_routes` is called when the set of
@@ -89,11 +89,9 @@ class Peers:
         self._unreached: dict[str, wire.RouteReport] = {}  # wire address -> why there is no route to it
         self._gone: dict[str, str] = {}  # peer id -> why the last link that it opened has ended
 
-    def send(self, peer: str, message: wire.Message, *, as_source: bool) -> None:
-        """Sends to a live peer; a lost one is reported to the engine by its reader, so nothing is said here."""
-        link = self._links.get((peer, as_source))
-        if link is not None:
-            link.send(message)
+    def link(self, peer: str, *, as_source: bool) -> Link | None:
+        """The link to a live peer. The engine hears of the loss of one by its reader; nobody else has to be told."""
+        return self._links.get((peer, as_source))
 
     @property
     def links(self) -> list[Link]:
@@ -320,6 +318,7 @@ class Peers:
                 events.append(partial(EngineCore.from_source, peer_id=peer, message=message))
         if events:
             self._post(*events)
+            self._post(EngineCore.catch_up)  # what they leave to do, behind the answers
         return probing
 
     async def _end_former(self, peer: str) -> None:

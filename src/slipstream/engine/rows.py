@@ -10,10 +10,14 @@ as well (`pending`), and its last token is FROM_DEVICE until the step that sampl
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import numpy as np
 
 from slipstream.engine.plan import FROM_DEVICE, BoolArray, IntArray, NewRow, StepPlan
 from slipstream.engine.sequence import Sequence
+
+ONE = np.ones(1, dtype=np.int64)  # numpy takes longer for a number
 
 
 class RowTable:
@@ -23,7 +27,10 @@ class RowTable:
         self.length: IntArray = np.zeros(rows, dtype=np.int64)  # tokens of the sequence, pending ones included
         self.last_token: IntArray = np.zeros(rows, dtype=np.int64)  # FROM_DEVICE while it is pending
         self.pending: IntArray = np.zeros(rows, dtype=np.int64)  # tokens that steps under way will sample
-        self.page_count: IntArray = np.zeros(rows, dtype=np.int64)
+        self._room: IntArray = np.zeros(rows, dtype=np.int64)  # tokens that its pages hold
+        self._page_count = [0] * rows
+        self._yes: BoolArray = np.ones(rows, dtype=np.bool_)
+        self._numbers: IntArray = np.arange(rows + 1)
         self._limit: IntArray = np.zeros(rows, dtype=np.int64)
         self._ahead: BoolArray = np.zeros(rows, dtype=np.bool_)  # may be planned before its last token is known
         self._tables: IntArray = np.zeros((rows, max_pages), dtype=np.int64)
@@ -43,10 +50,13 @@ class RowTable:
         """Gives the sequence a row and writes its tokens and pages into it."""
         row = self._free.pop()
         sequence.row = row
-        pages = sequence.pages
-        self._tables[row, : self.page_count[row]] = 0
-        self._tables[row, : len(pages)] = pages
-        self.page_count[row] = len(pages)
+        before, count = self._page_count[row], len(sequence.pages)
+        self._page_count[row] = count
+        if before > count:
+            self._tables[row, count:before] = 0
+        self._tables[row, :count] = sequence.pages if sequence.page_ids is None else sequence.page_ids
+        sequence.page_ids = None
+        self._room[row] = count * self._page_tokens
         self._limit[row] = sequence.limit
         self._ahead[row] = not sequence.needs_host
         self._new[row] = self._holders[row] = sequence
@@ -80,8 +90,9 @@ class RowTable:
     def add_page(self, sequence: Sequence, page: int) -> None:
         row = sequence.row
         sequence.pages.append(page)
-        self._tables[row, self.page_count[row]] = page
-        self.page_count[row] += 1
+        self._tables[row, self._page_count[row]] = page
+        self._page_count[row] += 1
+        self._room[row] += self._page_tokens
 
     def settle(self, rows: IntArray, tokens: IntArray) -> None:
         """The oldest step under way has sampled `tokens` for `rows`."""
@@ -92,9 +103,9 @@ class RowTable:
         """Which of `rows` can decode now: those whose tokens are known, and those that go on whatever they are."""
         return (self.pending[rows] == 0) | (self._ahead[rows] & (self.length[rows] < self._limit[rows]))
 
-    def lacking_page(self, rows: IntArray) -> BoolArray:
-        """Which of `rows` have no page for their last token yet."""
-        return (self.length[rows] - 1) // self._page_tokens >= self.page_count[rows]
+    def lacking_page(self, rows: IntArray) -> list[int]:
+        """At which places of `rows` there is one that has no page for its last token yet."""
+        return (self.length[rows] > self._room[rows]).nonzero()[0].tolist()
 
     def plan(self, step: int, decode_rows: IntArray, chunks: list[tuple[Sequence, int]]) -> StepPlan:
         """Columns of a step: one token for each of `decode_rows`, then (sequence, number of tokens) of the chunks.
@@ -104,11 +115,12 @@ class RowTable:
         new_rows = [self._new_row(sequence) for sequence in self._new.values()]
         freed, self._freed = self._freed, []
         self._new.clear()
-        self._doubtful = set()
+        self._doubtful.clear()
         contexts = self.length[decode_rows]
-        tokens, positions, rows = self.last_token[decode_rows], contexts - 1, decode_rows
-        counts = np.ones(len(rows), dtype=np.int64)
-        sample: BoolArray = np.ones(len(rows), dtype=np.bool_)
+        tokens, positions, rows = self.last_token[decode_rows], contexts - ONE, decode_rows
+        query_start = self._numbers[: len(rows) + 1].copy()
+        sample, sampled = self._yes[: len(rows)].copy(), rows
+        used = max(contexts.tolist(), default=0)
         if chunks:
             ends = [s.planned + n for s, n in chunks]
             spans = [(s, s.planned, end) for (s, _), end in zip(chunks, ends, strict=True)]
@@ -116,36 +128,30 @@ class RowTable:
             positions = np.concatenate((positions, *(np.arange(begin, end) for _, begin, end in spans)))
             rows = _append(rows, [s.row for s, _ in chunks])
             contexts = _append(contexts, ends)
-            counts = _append(counts, [n for _, n in chunks])
+            query_start = _append(query_start, list(accumulate((n for _, n in chunks), initial=len(decode_rows)))[1:])
+            used = max(used, *ends)
             done = np.asarray([end == len(s.tokens) for s, _, end in spans], dtype=np.bool_)
             sample = np.concatenate((sample, done))
-        query_start = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum(counts, out=query_start[1:])
-        plan = StepPlan(
+            sampled = rows[sample]
+        tables = self._tables[rows, : -(-used // self._page_tokens)]
+        for i in range(len(decode_rows), len(rows)):
+            tables[i, -(-int(contexts[i]) // self._page_tokens) :] = 0  # pages that later chunks will fill
+        self.length[sampled] += ONE
+        self.pending[sampled] += ONE
+        self.last_token[sampled] = FROM_DEVICE
+        return StepPlan(
             step=step,
             token_ids=tokens,
             positions=positions,
             query_start=query_start,
             context_lens=contexts,
-            block_tables=self._block_tables(rows, contexts, len(decode_rows)),
+            block_tables=tables,
             rows=rows,
             sample=sample,
             new_rows=new_rows,
             freed_rows=freed,
-            prompt_logprobs=_targets(chunks, len(decode_rows)),
+            prompt_logprobs=_targets(chunks, len(decode_rows)) if chunks else {},
         )
-        sampled = rows[sample]
-        self.length[sampled] += 1
-        self.pending[sampled] += 1
-        self.last_token[sampled] = FROM_DEVICE
-        return plan
-
-    def _block_tables(self, rows: IntArray, contexts: IntArray, decodes: int) -> IntArray:
-        used = -(-contexts // self._page_tokens)
-        tables = self._tables[rows, : int(used.max())]
-        for i in range(decodes, len(rows)):
-            tables[i, used[i] :] = 0  # pages that later chunks will fill
-        return tables
 
     def _new_row(self, sequence: Sequence) -> NewRow:
         sampling = sequence.request.sampling

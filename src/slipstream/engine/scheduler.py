@@ -37,7 +37,7 @@ from slipstream.engine.observe import NoObserver, Observer
 from slipstream.engine.plan import IntArray
 from slipstream.engine.rows import RowTable
 from slipstream.engine.sequence import Phase, Sequence
-from slipstream.kv.pages import PageAccount, PageState
+from slipstream.kv.pages import PageAccount
 
 TAILS = 8  # chunks of at least so many tails have one
 PATIENCE = 8  # how often a claim may be passed over for its size
@@ -163,14 +163,13 @@ class Scheduler:
         paused = self._grow(busy)
         if paused is None:
             return None
-        rows = self._rows_of_decoding()
-        able = self.rows.ready(rows)
-        if paused:
-            able &= ~np.isin(rows, list(paused))
-        if able.all():
-            decodes = list(self.decoding)
-        else:
-            decodes, rows = [self.decoding[i] for i in np.flatnonzero(able)], rows[able]
+        decodes, rows = list(self.decoding), self._rows_of_decoding()
+        if decodes and (busy or paused):  # else all their tokens are known
+            able = self.rows.ready(rows)
+            if paused:
+                able &= ~np.isin(rows, list(paused))
+            if not able.all():
+                decodes, rows = [decodes[i] for i in np.flatnonzero(able)], rows[able]
         prompts = bool(self.prefilling or self.waiting)
         most = self._mixed_chunk_tokens if decodes else self._chunk_tokens
         self._budget = max(most - len(rows), min(most, self._page_tokens)) if prompts else 0
@@ -202,7 +201,7 @@ class Scheduler:
     def _seat_landed(self) -> None:
         while self.landed and self.rows.free:
             sequence = self.landed[0]
-            self.account.move(sequence.pages, PageState.LANDED, PageState.RUNNING)
+            sequence.occupy()
             self.rows.assign(sequence)
             self.shift(sequence, Phase.DECODE)
             self._observer.seated(sequence)
@@ -215,9 +214,12 @@ class Scheduler:
         if not self.decoding:
             return set()
         rows = self._rows_of_decoding()
-        lacking = self.rows.lacking_page(rows) & self.rows.ready(rows)
+        lacking = self.rows.lacking_page(rows)
         paused: set[int] = set()
-        for sequence in [self.decoding[i] for i in np.flatnonzero(lacking)]:
+        if lacking and busy:
+            ready = self.rows.ready(rows)
+            lacking = [i for i in lacking if ready[i]]
+        for sequence in [self.decoding[i] for i in lacking]:
             if sequence.phase is not Phase.DECODE:
                 continue  # preempted for an older one a moment ago
             if busy and not self.account.available:
@@ -256,6 +258,7 @@ class Scheduler:
         assert not sequence.in_flight, f"{sequence!r} preempted while it is being computed"
         self.preemptions += 1
         self._observer.preempted(sequence)
+        self.register(sequence)  # an adopted one may not have been
         if len(sequence.tokens) > self.account.total * self._page_tokens:
             self._give_up(sequence)
             return
@@ -355,9 +358,8 @@ class Scheduler:
         full = sequence.computed // self._page_tokens
         if not self._prefix_cache or full <= sequence.registered:
             return
-        keys = sequence.extend_keys(self._page_tokens)
-        for i in range(sequence.registered, full):
-            self.account.index.insert(keys[i], sequence.pages[i])
+        keys, first = sequence.extend_keys(self._page_tokens), sequence.registered
+        self.account.index.insert_all(keys[first:full], sequence.pages[first:full])
         sequence.registered = full
 
 

@@ -16,6 +16,7 @@ import struct
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.kv.pages import Reservation
 from slipstream.kv.prefix import extend_keys
 from slipstream.transfer.job import Behind
 from slipstream.transfer.protocol import SourceHandoff
@@ -54,6 +55,7 @@ class Sequence:
         "keys",
         "limit",
         "min_length",
+        "page_ids",
         "pages",
         "passed_over",
         "phase",
@@ -62,6 +64,7 @@ class Sequence:
         "prompt_tokens",
         "registered",
         "request",
+        "reservation",
         "root",
         "router",
         "row",
@@ -80,6 +83,7 @@ class Sequence:
         eos_ids: tuple[int, ...],
         max_model_len: int,
         ids: NDArray[np.int64] | None = None,
+        prompt: list[int] | None = None,
     ) -> None:
         sampling = request.sampling
         self.request = request
@@ -88,7 +92,9 @@ class Sequence:
         self.arrival = arrival
         self.key = (request.priority, arrival)
         self.root = root
-        self.tokens = request.prompt_ids + request.output_ids
+        self.tokens = request.prompt_ids + request.output_ids if prompt is None else prompt
+        if prompt is not None:
+            prompt += request.output_ids
         self._ids = ids  # the first of `tokens`
         self.prompt_tokens = len(request.prompt_ids)
         self.limit = min(self.prompt_tokens + sampling.max_tokens, max_model_len)
@@ -98,6 +104,8 @@ class Sequence:
         self.computed = 0
         self.planned = 0
         self.pages: list[int] = []
+        self.page_ids: NDArray[np.int64] | None = None  # `pages`, where somebody has them as an array
+        self.reservation: Reservation | None = None  # of `pages`, while it is LANDED
         self.keys: list[bytes] = []
         self.registered = 0  # pages offered to the prefix index, from the first on
         self.row = -1
@@ -175,6 +183,12 @@ class Sequence:
             message.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         return message
 
+    def occupy(self) -> None:
+        """What was reserved for it is running from now on, or let go."""
+        if self.reservation is not None:
+            self.reservation.run()
+            self.reservation = None
+
     def reset(self) -> None:
         """Back to nothing computed; the caller has dropped the pages."""
         self.pages = []
@@ -182,6 +196,8 @@ class Sequence:
         self.computed = self.planned = 0
         self.registered = 0
         self.prompt_logprobs = None
+        self.page_ids = None
+        self.occupy()
         self.phase = Phase.WAITING
 
     def __repr__(self) -> str:

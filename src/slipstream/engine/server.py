@@ -327,19 +327,22 @@ class WorkerServer:
     # ---------------------------------------------------------------------------------------------- out
 
     def deliver(self, effects: list[Effect]) -> None:
-        """Sends messages of the engine; called by whichever thread has its turn at the core."""
+        """Sends messages of the engine, those for one link together; called by whoever has the turn at the core."""
         if not effects or self._peers is None:
             return
+        bags: dict[Link, list[wire.Message]] = {}
         for effect in effects:
             match effect:
                 case ToRouter(router=router, message=message):
                     link = self._routers.get(router)
-                    if link is not None:
-                        link.send(message)
                 case ToPeer(peer=peer, as_source=as_source, message=message):
-                    self._peers.send(peer, message, as_source=as_source)
+                    link = self._peers.link(peer, as_source=as_source)
                 case CopyPages():
                     raise AssertionError("copies go to the transfer agent")
+            if link is not None:
+                bags.setdefault(link, []).append(message)
+        for link, messages in bags.items():
+            link.send(*messages)
         if not self._publishing and self._routers:
             self._publishing = True
             self._aio.call_soon_threadsafe(self._publish_soon)

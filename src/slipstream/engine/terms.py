@@ -6,6 +6,7 @@ import contextlib
 from dataclasses import dataclass
 from typing import Protocol
 
+from slipstream.engine.incoming import Arrival
 from slipstream.engine.sequence import Sequence
 
 INT32 = 1 << 31
@@ -44,15 +45,36 @@ class Terms:
     max_waiting: int
     vocab: int | None = None  # number of token ids; None: whatever an int32 holds
 
+    @property
+    def token_ids(self) -> int:
+        """How many there are."""
+        return INT32 if self.vocab is None else self.vocab
+
     def foreign(self, sequence: Sequence) -> tuple[str, str] | None:
         """(error code, message) where the request holds token ids that the model does not have."""
-        size = INT32 if self.vocab is None else self.vocab
+        size = self.token_ids
         with contextlib.suppress(OverflowError):
             ids = sequence.ids(0, len(sequence.tokens))
             if ids.min(initial=0) >= 0 and ids.max(initial=0) < size:
                 return None
-        bad = next(token for token in sequence.tokens if not 0 <= token < size)
+        return self.refuse_id(next(token for token in sequence.tokens if not 0 <= token < size))
+
+    def refuse_id(self, bad: int) -> tuple[str, str]:
+        """(error code, message) about one that the model does not have."""
+        size = self.token_ids
         return "invalid_value", f"token ids are 0 to {size - 1} here; {bad} was given. Send ids of the served model"
+
+    def foreign_arrival(self, arrival: Arrival, sequence: Sequence) -> tuple[str, str] | None:
+        """As `foreign`, of a prompt that has been read ahead, and the tokens behind it."""
+        if arrival.ids is None:
+            return self.foreign(sequence)
+        if arrival.foreign is not None:
+            return self.refuse_id(arrival.foreign)
+        size = self.token_ids
+        for token in sequence.request.output_ids:
+            if not 0 <= token < size:
+                return self.refuse_id(token)
+        return None
 
     def refusal(self, sequence: Sequence, waiting: int, draining: bool) -> tuple[str, str] | None:
         """(error code, message) where the request cannot be taken, now or ever; None where it can."""

@@ -5,6 +5,8 @@ written and handed over is landed, until its sequence first computes; then it is
 holders, who share a prefix. When the last one drops it, it is cached if the prefix index has a name for it, otherwise
 free. Cached pages are given up, least recently used first, when free ones run out.
 
+What is reserved for one transfer changes its state as one: a commit of any length is one step here.
+
 Page 0 is the scratch page that padded rows write to; it is never given out.
 """
 
@@ -23,6 +25,25 @@ class PageState(enum.IntEnum):
     RUNNING = 2
     LANDED = 3
     RESERVED = 4
+
+
+class Reservation:
+    """`pages` that were promised to a peer, and the state of those that are not given up since."""
+
+    __slots__ = ("pages", "state")
+
+    def __init__(self) -> None:
+        self.pages: list[int] = []
+        self.state = PageState.RESERVED
+
+    def land(self) -> None:
+        """The peer has written and handed over."""
+        assert self.state is PageState.RESERVED, f"reserved pages landed while {self.state.name}"
+        self.state = PageState.LANDED
+
+    def run(self) -> None:
+        """The sequence that they were reserved for computes."""
+        self.state = PageState.RUNNING
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +79,7 @@ class PageAccount:
         self.releases = 0
         self._free = list(range(pages - 1, 0, -1))
         self._holders = [0] * pages
-        self._state = [PageState.FREE] * pages
+        self._state: list[PageState | Reservation] = [PageState.FREE] * pages
 
     @property
     def free(self) -> int:
@@ -73,20 +94,27 @@ class PageAccount:
         """Pages that `take` can give: free ones, and cached ones that nobody holds."""
         return len(self._free) + self.index.evictable
 
-    def take(self, count: int, state: PageState = PageState.RUNNING) -> list[int]:
+    def take(self, count: int) -> list[int]:
         """`count` pages with one holder each, the caller. Gives up cached pages where free ones do not suffice."""
+        return self._take(count, PageState.RUNNING)
+
+    def reserve(self, count: int) -> Reservation:
+        """As `take`, for a peer that will write into them."""
+        reservation = Reservation()
+        reservation.pages = self._take(count, reservation)
+        return reservation
+
+    def _take(self, count: int, state: PageState | Reservation) -> list[int]:
         assert count <= self.available, f"{count} pages taken, {self.available} available"
-        while len(self._free) < count:
-            page = self.index.evict()
-            self._state[page] = PageState.FREE
-            self._free.append(page)
+        if len(self._free) < count:
+            self._free += self.index.evict(count - len(self._free))
         if count == 0:
             return []
         pages = self._free[-count:]
         del self._free[-count:]
         holders, states = self._holders, self._state
         for page in pages:
-            assert holders[page] == 0, f"page {page} was free and held"
+            assert not holders[page], f"page {page} was free and held"
             holders[page] = 1
             states[page] = state
         return pages
@@ -95,15 +123,15 @@ class PageAccount:
         """One more holder for pages that are cached or held already."""
         for page in pages:
             if self._holders[page] == 0:
-                assert self._state[page] is PageState.CACHED, f"page {page} held while {self._state[page].name}"
+                assert self._state[page] is PageState.CACHED, f"page {page} held while {self.state(page).name}"
                 self.index.revive(page)
                 self._state[page] = PageState.RUNNING
             self._holders[page] += 1
 
     def drop(self, pages: Sequence[int]) -> None:
         """One holder less, from the last page of a chain to its first."""
-        holders, state, free, named = self._holders, self._state, self._free, self.index.key_of
-        released, cached, nobodys = 0, PageState.CACHED, PageState.FREE
+        holders, state, free, named = self._holders, self._state, self._free, self.index.named
+        released, cached, nobodys, idle = 0, PageState.CACHED, PageState.FREE, self.index.retire
         for page in reversed(pages):
             left = holders[page] - 1
             assert left >= 0, f"page {page} dropped by nobody who held it"
@@ -111,22 +139,17 @@ class PageAccount:
             if left:
                 continue
             released += 1
-            if named(page) is not None:
+            if page in named:
                 state[page] = cached
-                self.index.retire(page)
+                idle(page)
             else:
                 state[page] = nobodys
                 free.append(page)
         self.releases += released
 
-    def move(self, pages: Iterable[int], before: PageState, after: PageState) -> None:
-        """Changes the state of those of the held `pages` that are in `before`; others, shared ones, keep theirs."""
-        for page in pages:
-            if self._state[page] is before:
-                self._state[page] = after
-
     def state(self, page: int) -> PageState:
-        return self._state[page]
+        state = self._state[page]
+        return state.state if isinstance(state, Reservation) else state
 
     def idle_among(self, pages: Iterable[int]) -> int:
         """How many of `pages` nobody holds: holding them makes as many pages unavailable."""
@@ -147,7 +170,7 @@ class PageAccount:
         problems += self._compare(expected)
         counts = [0] * len(PageState)
         for page in range(1, len(self._state)):
-            counts[self._state[page]] += 1
+            counts[self.state(page)] += 1
         free, cached, running, landed, reserved = counts
         return PageAudit(self.total, free, cached, running, landed, reserved, problems)
 
@@ -157,7 +180,7 @@ class PageAccount:
         if len(free) != len(self._free):
             problems.append("a page is twice in the free list")
         for page in range(1, len(expected)):
-            holders, state = self._holders[page], self._state[page]
+            holders, state = self._holders[page], self.state(page)
             if holders != expected[page]:
                 problems.append(f"page {page} ({state.name}) counts {holders} holders, {expected[page]} hold it")
             should = PageState.FREE if page in free else PageState.CACHED if page in idle else None

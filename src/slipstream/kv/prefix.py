@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -96,15 +96,27 @@ class PrefixIndex:
 
     def insert(self, key: bytes, page: int) -> bool:
         """Names a held page. False when the key has a page already; the new one then stays nameless."""
-        if key in self._pages or page in self._keys:
-            return False
-        self._pages[key] = page
-        self._keys[page] = key
-        self._note(key, True)
-        return True
+        return bool(self.insert_all([key], [page]))
+
+    def insert_all(self, keys: Sequence[bytes], pages: Sequence[int]) -> int:
+        """Names as many held pages as there are keys, one by one as `insert` does; returns how many got their name."""
+        pages_of, keys_of = self._pages, self._keys
+        added: list[bytes] = []
+        for key, page in zip(keys, pages, strict=True):
+            if key not in pages_of and page not in keys_of:
+                pages_of[key] = page
+                keys_of[page] = key
+                added.append(key)
+        self._note(added, True)
+        return len(added)
 
     def key_of(self, page: int) -> bytes | None:
         return self._keys.get(page)
+
+    @property
+    def named(self) -> Container[int]:
+        """The pages that have a key."""
+        return self._keys
 
     def retire(self, page: int) -> None:
         """Nobody holds this page any more: it is now the most recently used of the evictable ones."""
@@ -115,13 +127,20 @@ class PrefixIndex:
         """An evictable page is held again."""
         del self._idle[page]
 
-    def evict(self) -> int:
-        """Forgets the least recently used evictable page and returns it. Raises KeyError when there is none."""
-        page, _ = self._idle.popitem(last=False)
-        key = self._keys.pop(page)
-        del self._pages[key]
-        self._note(key, False)
-        return page
+    def evict(self, count: int = 1) -> list[int]:
+        """Forgets the least recently used evictable pages and returns them, in the order of their use. Raises KeyError
+        when there are fewer."""
+        next_idle, pages_of, take_key = self._idle.popitem, self._pages, self._keys.pop
+        pages: list[int] = []
+        removed: list[bytes] = []
+        for _ in range(count):
+            page, _ = next_idle(last=False)
+            key = take_key(page)
+            del pages_of[key]
+            pages.append(page)
+            removed.append(key)
+        self._note(removed, False)
+        return pages
 
     def keys(self) -> list[bytes]:
         return list(self._pages)
@@ -142,13 +161,13 @@ class PrefixIndex:
         self._overflown = False
         return changes
 
-    def _note(self, key: bytes, present: bool) -> None:
+    def _note(self, keys: Iterable[bytes], present: bool) -> None:
         if self._overflown:
             return
-        if self._log.get(key, present) != present:
-            del self._log[key]  # it is again as it was at the last call
-            return
-        self._log[key] = present
-        if len(self._log) > self._bound:
+        log = self._log
+        for key in keys:
+            if log.pop(key, present) is present:  # else it is again as it was at the last call
+                log[key] = present
+        if len(log) > self._bound:
             self._log.clear()
             self._overflown = True
