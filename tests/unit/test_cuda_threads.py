@@ -191,8 +191,8 @@ def run_alone(lookout: Lookout, clock: Clock, expected: float, taken: float) -> 
     while clock.now < end:
         lookout.under_way()
         clock.now += 10e-6
-    lookout.done(due, [])
-    lookout.look_at(None)
+    lookout.done(due)
+    lookout.look_again()
     clock.now += 0.01
     return due
 
@@ -213,8 +213,8 @@ def test_a_look_that_came_late_teaches_nothing(watched: tuple[Lookout, Clock]) -
     lookout, clock = watched
     due = lookout.started(clock.now, 400e-6)
     clock.now += 0.5  # the mover was at something else
-    lookout.done(due, [])
-    lookout.look_at(None)
+    lookout.done(due)
+    lookout.look_again()
     due = lookout.started(clock.now, 400e-6)
     assert due.at - due.began == pytest.approx(0.97 * 400e-6)
 
@@ -226,7 +226,7 @@ def test_copies_behind_one_that_ends_late_are_due_later(watched: tuple[Lookout, 
     clock.now = first.at + 0.4e-3
     lookout.under_way()
     clock.now += 0.1e-3
-    lookout.done(first, [second])
+    lookout.done(first)
     assert second.at == pytest.approx(clock.now + 0.97e-3)
 
 
@@ -234,10 +234,10 @@ def test_a_copy_that_waits_is_due_when_what_it_waits_for_has_happened(watched: t
     lookout, clock = watched
     waiting = lookout.waiting(clock.now, 2e-3)
     assert lookout.started(clock.now, 1e-3).at == pytest.approx(clock.now + 0.97e-3)  # not behind the one that waits
-    lookout.look_at(waiting)
+    lookout.look_again()
     assert select.select([lookout.alarm], [], [], 60)[0]  # now and then, should nobody tell
     clock.now += 0.2
-    lookout.look_at(None)
+    lookout.look_again()
     lookout.ripe(waiting)
     assert (waiting.began, waiting.at) == (clock.now, pytest.approx(clock.now + 0.97 * 2e-3))
 
@@ -246,5 +246,5 @@ def test_a_copy_that_was_done_before_anybody_told_teaches_nothing(watched: tuple
     lookout, clock = watched
     waiting, other = lookout.waiting(clock.now, 2e-3), lookout.started(clock.now, 1e-3)
     at = other.at
-    lookout.done(waiting, [other])
+    lookout.done(waiting)
     assert other.at == at

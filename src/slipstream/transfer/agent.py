@@ -173,7 +173,7 @@ class TransferAgent:
             self._report(job, f"there is no route to {job.peer}")
             return
         try:
-            plan = [(route, runs_of(job, route, self.layout, self.region.pages)) for route in routes]
+            plan = [(route, runs_of(job, route, self.region.pages)) for route in routes]
         except Exception as error:
             self._report(job, words(error))
             return
@@ -182,7 +182,7 @@ class TransferAgent:
             return
         if job.times is not None:
             job.times.begun = time.monotonic()
-            job.times.bytes = sum(int(runs.length.sum()) for _, runs in plan)
+            job.times.bytes = sum(runs.total for _, runs in plan)
             job.times.transport = plan[0][0].transport
         left, errors = len(plan), list[str]()
 

@@ -2,8 +2,9 @@
 
 A handoff names pages; a transport moves runs of bytes. Between them stands the head range of either rank: a page is
 ordered by head first (`kv.layout`), so what two ranks share of a page is one contiguous run. `head_moves` says, once
-for each pair of workers, which source rank sends which heads to which destination rank; `page_runs` makes the runs of
-one copy, merging neighbours; `split` cuts runs into pieces of bounded size for transports that move pieces.
+for each pair of workers, which source rank sends which heads to which destination rank; a `PageMap`, made once a route,
+turns the checked `PageLists` of one copy into its runs, merging neighbours where it pays; `split` cuts runs into pieces of bounded
+size for transports that move pieces.
 
 Pure: numpy and arithmetic.
 """
@@ -12,15 +13,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from slipstream.kv.layout import HeadRange as HeadRange
 from slipstream.kv.layout import KVLayout
 from slipstream.kv.layout import head_range as head_range
-from slipstream.transfer.transports.base import Runs
+from slipstream.transfer.transports.base import Runs, repeated
+
+
+_MOST = 1 << 62  # no page number
+_HARDLY = 16  # neighbours are merged when one page in so many has one
 
 
 class HeadMove(NamedTuple):
@@ -59,49 +64,99 @@ def head_moves(sources: Sequence[HeadRange], destinations: Sequence[HeadRange]) 
     return tuple(moves)
 
 
+class PageMap:
+    """Where `heads` of a page lie in the pools of two ranks: what is known of a copy before its pages are. Made once a
+    route.
+
+    Raises ValueError when a rank does not hold the heads, or a head has another size there.
+    """
+
+    def __init__(self, source: KVLayout, destination: KVLayout, heads: HeadRange) -> None:
+        for side, layout in (("source", source), ("destination", destination)):
+            if heads.first < layout.first_head or heads.end > layout.first_head + layout.kv_heads or heads.size < 1:
+                raise ValueError(
+                    f"the {side} rank holds KV heads {layout.first_head} to {layout.first_head + layout.kv_heads - 1}, "
+                    f"not {heads.first} to {heads.end - 1}"
+                )
+        if source.head_bytes != destination.head_bytes:
+            raise ValueError(f"a head of a page has {source.head_bytes} bytes here and {destination.head_bytes} there")
+        self._length = heads.size * source.head_bytes
+        self._steps = np.array([[source.page_bytes], [destination.page_bytes]], np.int64)
+        starts = [(heads.first - layout.first_head) * source.head_bytes for layout in (source, destination)]
+        self._starts = np.array([[start] for start in starts], np.int64)
+        self._whole = source.page_bytes == destination.page_bytes == self._length  # else no two runs are neighbours
+
+    def runs(self, pages: PageLists) -> Runs:
+        """Of these pages, neighbours merged where there are some. Offsets count from the start of either pool."""
+        rows, count = pages.rows, pages.rows.shape[1]
+        joined = pages.joined() if self._whole and count > 1 else None
+        if joined is None:
+            offsets = rows * self._steps
+            if not self._whole:
+                offsets += self._starts
+            return Runs(offsets[0], offsets[1], repeated(self._length, count))
+        starts = np.concatenate(([0], np.flatnonzero(~joined) + 1))
+        offsets = rows[:, starts] * self._steps
+        return Runs(offsets[0], offsets[1], np.diff(starts, append=count) * self._length)
+
+
+class PageLists:
+    """Source and destination pages of a copy, ordered by destination page, checked.
+
+    Raises ValueError when the lists differ in length, name a negative page or one destination page twice, or name a
+    page that is not among the first `have` of their pool, where these are given: (source, destination).
+    """
+
+    def __init__(
+        self,
+        source_pages: Sequence[int] | NDArray[np.integer[Any]],
+        destination_pages: Sequence[int] | NDArray[np.integer[Any]],
+        have: tuple[int, int] | None = None,
+    ) -> None:
+        count = len(source_pages)
+        if len(destination_pages) != count:
+            raise ValueError(f"{count} source pages cannot be copied to {len(destination_pages)} destination pages")
+        self.rows = np.empty((2, count), np.int64)
+        self.rows[0], self.rows[1] = source_pages, destination_pages
+        self._steps = self.rows[:, :0]  # from each page to the next
+        if count > 1:
+            self.rows = self.rows.take(self.rows[1].argsort(), axis=1)
+            self._steps = self.rows[:, 1:] - self.rows[:, :-1]
+        if count:
+            self._check(have)
+
+    def _check(self, have: tuple[int, int] | None) -> None:
+        sources, destinations = self.rows
+        highest = int(sources.view(np.uint64).max())  # a negative number is a very large one without its sign
+        lowest, last = int(destinations[0]), int(destinations[-1])
+        if highest > _MOST or lowest < 0:
+            raise ValueError(f"page numbers must not be negative: {min(int(sources.min()), lowest)}")
+        if have is not None and (highest >= have[0] or last >= have[1]):
+            side, page, pages = ("source", highest, have[0]) if highest >= have[0] else ("destination", last, have[1])
+            raise ValueError(f"{side} page {page} does not exist; the pool has {pages} pages")
+        steps = self._steps[1]
+        if np.count_nonzero(steps) != len(steps):
+            raise ValueError(f"destination page {int(destinations[np.flatnonzero(steps == 0)[0]])} is named twice")
+
+    def joined(self) -> NDArray[np.bool_] | None:
+        """Which pages are followed by the next ones on both sides; None when hardly any are, since runs that are all
+        alike are worth more than a few runs less."""
+        follows = (self._steps == 1).all(axis=0)
+        return follows if np.count_nonzero(follows) * _HARDLY >= self.rows.shape[1] else None
+
+
 def page_runs(
     source: KVLayout,
     destination: KVLayout,
     heads: HeadRange,
-    source_pages: ArrayLike,
-    destination_pages: ArrayLike,
+    source_pages: Sequence[int] | NDArray[np.integer[Any]],
+    destination_pages: Sequence[int] | NDArray[np.integer[Any]],
 ) -> Runs:
     """The runs that copy `heads` of `source_pages[i]` to `destination_pages[i]`, neighbours merged.
 
-    Offsets count from the start of either pool. Raises ValueError when the lists differ in length, name a negative
-    page or one destination page twice, or when a rank does not hold the heads.
+    Raises ValueError as PageMap and PageLists do.
     """
-    for side, layout in (("source", source), ("destination", destination)):
-        if heads.first < layout.first_head or heads.end > layout.first_head + layout.kv_heads or heads.size < 1:
-            raise ValueError(
-                f"the {side} rank holds KV heads {layout.first_head} to {layout.first_head + layout.kv_heads - 1}, "
-                f"not {heads.first} to {heads.end - 1}"
-            )
-    if source.head_bytes != destination.head_bytes:
-        raise ValueError(f"a head of a page has {source.head_bytes} bytes here and {destination.head_bytes} there")
-    from_pages, to_pages = _page_lists(source_pages, destination_pages)
-    offsets_from = from_pages * source.page_bytes + (heads.first - source.first_head) * source.head_bytes
-    offsets_to = to_pages * destination.page_bytes + (heads.first - destination.first_head) * destination.head_bytes
-    length = heads.size * source.head_bytes
-    return merged(Runs(offsets_from, offsets_to, np.full(len(from_pages), length, np.int64)))
-
-
-def _page_lists(source_pages: ArrayLike, destination_pages: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Both lists, ordered by destination page, checked."""
-    sources = np.asarray(source_pages, np.int64).reshape(-1)
-    destinations = np.asarray(destination_pages, np.int64).reshape(-1)
-    if len(sources) != len(destinations):
-        raise ValueError(f"{len(sources)} source pages cannot be copied to {len(destinations)} destination pages")
-    if len(sources) == 0:
-        return sources, destinations
-    order = np.argsort(destinations, kind="stable")
-    sources, destinations = sources[order], destinations[order]
-    if destinations[0] < 0 or sources.min() < 0:
-        raise ValueError(f"page numbers must not be negative: {min(int(destinations[0]), int(sources.min()))}")
-    twice = np.flatnonzero(destinations[1:] == destinations[:-1])
-    if len(twice):
-        raise ValueError(f"destination page {int(destinations[twice[0]])} is named twice")
-    return sources, destinations
+    return PageMap(source, destination, heads).runs(PageLists(source_pages, destination_pages))
 
 
 def merged(runs: Runs) -> Runs:

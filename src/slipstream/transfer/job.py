@@ -9,8 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.kv.layout import KVLayout
-from slipstream.transfer.copies import HeadMove, page_runs
+from slipstream.transfer.copies import HeadMove, PageLists, PageMap
 from slipstream.transfer.transports.base import Exports, Region, Remote, Runs
 
 
@@ -67,14 +66,14 @@ class CopyJob:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Route:
-    """An opened way from this rank to one rank of a peer. `moves` are the heads it carries."""
+    """An opened way from this rank to one rank of a peer. `moves` are the heads it carries, `maps` where they lie."""
 
     peer: str
     transport: str
     exports: Exports
     remote: Remote
-    layout: KVLayout
     moves: tuple[HeadMove, ...]
+    maps: tuple[PageMap, ...]
 
 
 class ProbeMemory(Protocol):
@@ -98,17 +97,13 @@ class HostMemory:
         self._array[offset : offset + len(data)] = data
 
 
-def runs_of(job: CopyJob, route: Route, layout: KVLayout, pages: int) -> Runs:
-    """All heads of a route, as the runs of one ticket. `layout` and `pages` are the source's.
+def runs_of(job: CopyJob, route: Route, pages: int) -> Runs:
+    """All heads of a route, as the runs of one ticket. `pages` are what the source's pool has.
 
     Raises ValueError on pages that do not exist.
     """
-    sources, destinations = np.asarray(job.source_pages, np.int64), np.asarray(job.destination_pages, np.int64)
-    for side, named, have in (("source", sources, pages), ("destination", destinations, route.exports.pages)):
-        highest = int(named.max(initial=-1))
-        if highest >= have:
-            raise ValueError(f"{side} page {highest} does not exist; the pool has {have} pages")
-    parts = [page_runs(layout, route.layout, move.heads, sources, destinations) for move in route.moves]
+    lists = PageLists(job.source_pages, job.destination_pages, (pages, route.exports.pages))
+    parts = [where.runs(lists) for where in route.maps]
     if len(parts) == 1:
         return parts[0]
     return Runs(

@@ -19,7 +19,7 @@ import msgspec
 
 from slipstream.errors import PeerLost, RouteUnavailable, TransferError
 from slipstream.kv.layout import KVLayout
-from slipstream.transfer.copies import HeadMove
+from slipstream.transfer.copies import HeadMove, PageMap
 from slipstream.transfer.job import Route
 from slipstream.transfer.mover import CLOSED, Ended, Mover
 from slipstream.transfer.transports.base import Exports, Remote, Runs, Transport
@@ -153,7 +153,13 @@ class Routes:
                 future.set_exception(PeerLost(f"the link to {name} ended while its memory was being opened"))
                 return
             layout = msgspec.structs.replace(self._layout, first_head=theirs.first_head, kv_heads=theirs.heads)
-            route = Route(name, transport_name, theirs, remote, layout, moves)
+            try:
+                maps = tuple(PageMap(self._layout, layout, move.heads) for move in moves)
+            except ValueError as error:
+                transport.close(remote)
+                future.set_exception(RouteUnavailable(str(error)))
+                return
+            route = Route(name, transport_name, theirs, remote, moves, maps)
             peer.opened.append(route)
             future.set_result(route)
 

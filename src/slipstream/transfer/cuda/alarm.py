@@ -26,16 +26,20 @@ class Alarm:
     """Set it, sleep on `fileno`, hush it. Raises OSError where there is no timerfd."""
 
     def __init__(self) -> None:
-        self._libc = ctypes.CDLL(None, use_errno=True)
+        # By PyDLL: these calls are over before another thread could take the interpreter's lock, and to give it away
+        # would make the caller wait for it.
+        self._libc = ctypes.PyDLL(None, use_errno=True)
+        self._spec = _Spec()
+        self._at = ctypes.byref(self._spec)
         self._fd = self._libc.timerfd_create(_CLOCK_MONOTONIC, _FLAGS)
         if self._fd < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create failed")
 
     def set(self, seconds: float) -> None:
         """Due in `seconds`, at least a microsecond; replaces what was set before."""
-        nanoseconds = max(int(seconds * 1e9), 1000)
-        spec = _Spec(0, 0, *divmod(nanoseconds, 1_000_000_000))
-        if self._libc.timerfd_settime(self._fd, 0, ctypes.byref(spec), None) != 0:
+        spec = self._spec
+        spec.value_s, spec.value_ns = divmod(max(int(seconds * 1e9), 1000), 1_000_000_000)
+        if self._libc.timerfd_settime(self._fd, 0, self._at, None) != 0:
             raise OSError(ctypes.get_errno(), "timerfd_settime failed")
 
     def hush(self) -> None:

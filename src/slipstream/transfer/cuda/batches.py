@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 Words = NDArray[np.int64]
 
-FIRST_COPIES = 32  # copies of the first call, so that the GPU begins before the rest is queued;
+FIRST_COPIES = 16  # copies of the first call, so that the GPU begins before the rest is queued;
 MOST_COPIES = 512  # the next calls take twice as many each, up to this
+_ROOM = 1024  # copies that a table has room for at first
 _STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read when their turn on the stream has come
 
 
@@ -34,8 +35,19 @@ class _Attributes(ctypes.Structure):
     ]
 
 
+class _Table:
+    """Three columns of words at addresses that are known: asking numpy for an address takes longer than a copy of it."""
+
+    def __init__(self, room: int) -> None:
+        self.columns = np.empty((3, room), np.int64)
+        self.at, self.room = int(self.columns.ctypes.data), room
+
+
 class BatchCopies:
-    """`fail(call, code)` is called, and has to raise, when the driver refuses. `library` is libcuda."""
+    """`fail(call, code)` is called, and has to raise, when the driver refuses. `library` is libcuda.
+
+    Threads may call at the same time: each takes a table of its own, which the driver has read when a call returns.
+    """
 
     def __init__(self, library: Any, fail: Callable[[str, int], None]) -> None:
         self._fail = fail
@@ -45,25 +57,44 @@ class BatchCopies:
         new = getattr(library, "cuMemcpyBatchAsync_v2", None)
         self._batch = new or getattr(library, "cuMemcpyBatchAsync", None)
         self._single = library.cuMemcpyAsync
-        behind = [ctypes.byref(self._attributes), ctypes.byref(self._first), ctypes.c_size_t(1)]
-        self._behind: list[Any] = behind if new else [*behind, ctypes.byref(self._bad)]
+        self._single.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+        behind = [ctypes.addressof(self._attributes), ctypes.addressof(self._first), 1]
+        self._behind = behind if new else [*behind, ctypes.addressof(self._bad)]
+        if self._batch is not None:
+            kinds = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p][: len(self._behind)]
+            self._batch.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_size_t, *kinds, ctypes.c_void_p]
+        self._tables: list[_Table] = []
 
     def __call__(self, destinations: Words, sources: Words, sizes: Words, stream: int) -> None:
         """Queues the copy of `sizes[i]` bytes from `sources[i]` to `destinations[i]`, in no order among each other."""
-        on = ctypes.c_void_p(stream)
-        if self._batch is None or len(sizes) == 1:
+        count = len(sizes)
+        if self._batch is None or count == 1:
             for to, origin, size in zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True):
-                code = self._single(ctypes.c_uint64(to), ctypes.c_uint64(origin), ctypes.c_size_t(size), on)
-                self._check("cuMemcpyAsync", code)
+                code = self._single(to, origin, size, stream)
+                if code != 0:
+                    self._fail("cuMemcpyAsync", code)
             return
-        columns = [np.ascontiguousarray(column, np.int64) for column in (destinations, sources, sizes)]
-        start, most = 0, FIRST_COPIES
-        while start < len(sizes):
-            count = min(most, len(sizes) - start)
-            lists = [ctypes.c_void_p(column.ctypes.data + 8 * start) for column in columns]
-            self._check("cuMemcpyBatchAsync", self._batch(*lists, ctypes.c_size_t(count), *self._behind, on))
-            start, most = start + count, min(2 * most, MOST_COPIES)
+        try:
+            table = self._tables.pop()
+        except IndexError:
+            table = _Table(_ROOM)
+        if table.room < count:
+            table = _Table(1 << (count - 1).bit_length())
+        try:
+            self._by_lists(table, destinations, sources, sizes, stream)
+        finally:
+            self._tables.append(table)
 
-    def _check(self, call: str, code: int) -> None:
-        if code != 0:
-            self._fail(call, code)
+    def _by_lists(self, table: _Table, destinations: Words, sources: Words, sizes: Words, stream: int) -> None:
+        to, origin, size = table.columns
+        count = len(sizes)
+        to[:count], origin[:count], size[:count] = destinations, sources, sizes
+        row = 8 * table.room
+        start, most = 0, FIRST_COPIES
+        while start < count:
+            some = min(most, count - start)
+            at = table.at + 8 * start
+            code = self._batch(at, at + row, at + 2 * row, some, *self._behind, stream)
+            if code != 0:
+                self._fail("cuMemcpyBatchAsync", code)
+            start, most = start + some, min(2 * most, MOST_COPIES)

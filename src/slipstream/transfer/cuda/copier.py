@@ -9,8 +9,12 @@ the batch is done; slots are made as batches in flight need them and stay. Short
 `launch` is how a kernel gets started; the one given by default compiles or imports what it needs when first called.
 
 Batches that the copy engine takes as a whole have a stream of their own, since two of them side by side are slower than
-one behind the other. So have those that wait for an event: what is ready does not stand behind them. Long lists are
-looked at and written by two threads, a column each: the link would else wait for them.
+one behind the other. So have those that wait for an event: what is ready does not stand behind them.
+
+The link would wait for the host where lists are long. So `copy` has two threads look at them and write them, a column
+each, from one end to the other; nothing is launched before all of it has been looked at. A batch that has the link for
+itself is launched in growing parts, while the rest is written; one behind others as a whole, since each part would make
+the two threads wait for each other once more.
 
 A copier is used by one thread at a time, and leaves its device current there.
 """
@@ -29,14 +33,18 @@ from numpy.typing import NDArray
 from slipstream.transfer.cuda.launcher import SHORT_LIST_BYTES, CopySettings, KernelLauncher, Launch
 from slipstream.transfer.cuda.memory import PinnedMemory
 from slipstream.transfer.cuda.plan import (
+    ALL_BY_KERNEL,
     PIECE_BYTES,
     WORD,
     CopyCosts,
     Sizes,
     Survey,
+    common_length,
     costs_from_times,
     cut_long_runs,
     divide,
+    judged,
+    look,
     survey,
 )
 from slipstream.transfer.cuda.runtime import CudaError, Device
@@ -51,6 +59,7 @@ UNMEASURED = CopyCosts(
 
 _FIRST_RUNS = 1 << 11  # runs of the first launch of a batch; while it runs, the list of the next is made, four times
 _LAUNCH_RUNS = 1 << 19  # as long, and so on up to this
+_MOST_RUNS = 1 << 20  # of a launch behind others, whose list is made while they run
 _SLOT_BYTES = 16 << 13  # smallest list buffer: 8192 runs of one length
 _MEASURE_BYTES = 128 << 20
 _MEASURE_BATCHES = 3
@@ -108,8 +117,9 @@ class Copier:
         self._events: list[int] = []
         self._pinned: list[PinnedMemory] = []
         self._on_device: list[int] = []
-        self._slots = self._short_slots(self.settings.short_lists)
-        self._slots += [self._new_slot(_SLOT_BYTES) for _ in range(2 * self.settings.streams)]
+        self._slots: dict[int, list[_Slot]] = {}  # that are free, by their bytes, the smallest first
+        self._free(self._short_slots(self.settings.short_lists))
+        self._free([self._new_slot(_SLOT_BYTES) for _ in range(2 * self.settings.streams)])
 
     # ------------------------------------------------------------------------------------------------ copies
 
@@ -130,21 +140,108 @@ class Copier:
         """
         self.device.use()
         division = divide(runs, seen, costs, self.settings.engine_preference)
-        if lane is None and after is not None:
-            lane = self._waiting_lane
-        elif lane is None:
-            lane = self._engine_lane if division.engine is None else min(self._lanes, key=lambda lane: lane.in_flight)
-        expected = min(costs.kernel(seen.total), costs.engine(len(runs.length), seen.total))
-        copy = Copy(self._events.pop() if self._events else self.device.event(), lane, seen.total, expected)
-        lane.in_flight += 1
-        try:
-            if after is not None:
-                self.device.wait_for(lane.stream, after)
+        if lane is None:
+            lane = self._lane(after, by_engine=division.engine is None)
+        first = self._first_runs(after)
+
+        def queue(copy: Copy) -> None:
             if division.engine is None or len(division.engine):
                 self._by_engine(source_at, destination_at, _rows(runs, division.engine), lane.stream)
             if division.kernel is None or len(division.kernel):
-                self._by_kernel(copy, source_at, destination_at, _rows(runs, division.kernel), seen)
-            self.device.record(copy.event, lane.stream)
+                self._by_kernel(copy, source_at, destination_at, _rows(runs, division.kernel), seen, first)
+
+        expected = min(costs.kernel(seen.total), costs.engine(len(runs.length), seen.total))
+        return self._queued(self._new_copy(lane, seen.total, expected), after, queue)
+
+    def copy(
+        self,
+        source_at: int,
+        source_bytes: int,
+        destination_at: int,
+        destination_bytes: int,
+        runs: Runs,
+        costs: CopyCosts,
+        after: int | None = None,
+    ) -> Copy:
+        """`survey` and `start`, by two threads where the list is long.
+
+        Raises ValueError when a run leaves the bytes of either region; nothing is copied then.
+        """
+        if len(runs.length) < _TWO_THREADS:
+            seen = survey(runs, source_bytes, destination_bytes)
+            return self.start(source_at, destination_at, runs, seen, costs, after)
+        length = common_length(runs)
+        alike = Survey(length, WORD, length * len(runs.length))
+        ends = (source_at, destination_at)
+        offsets = (int(runs.source[0]), int(runs.destination[0]))
+        aligned = length > 0 and not any(number % WORD for number in (length, *ends, *offsets))
+        if aligned and divide(runs, alike, costs, self.settings.engine_preference) is ALL_BY_KERNEL:
+            self.device.use()
+            copy = self._long(ends, (source_bytes, destination_bytes), runs, alike, costs.kernel(alike.total), after)
+            if copy is not None:
+                return copy
+        seen = survey(runs, source_bytes, destination_bytes, self._second)
+        return self.start(source_at, destination_at, runs, seen, costs, after)
+
+    def _long(
+        self,
+        ends: tuple[int, int],
+        sizes: tuple[int, int],
+        runs: Runs,
+        alike: Survey,
+        expected: float,
+        after: int | None,
+    ) -> Copy | None:
+        """A long list of runs that are `alike`; None, and nothing has been queued, when not all are aligned."""
+        lists = list(_parts(runs, alike.length, alike.length, self._first_runs(after), _MOST_RUNS))
+        slots = [self._slot(part.bytes) for part in lists]
+        columns = [part.columns(slot.array) for part, slot in zip(lists, slots, strict=True)]
+        theirs = self._second.submit(look, runs.destination, alike.length, sizes[1])
+        written = [self._second.submit(np.copyto, *destination) for _, destination in columns]
+        copy = None
+        try:
+            mine = look(runs.source, alike.length, sizes[0])
+            np.copyto(*columns[0][0])
+            if judged(runs, sizes, (mine, theirs.result())) % WORD == 0:
+                copy = self._new_copy(self._lane(after, by_engine=False), alike.total, expected)
+                copy.slots = slots
+
+                def queue(copy: Copy) -> None:
+                    for part, slot, (source, _), other in zip(lists, slots, columns, written, strict=True):
+                        if part is not lists[0]:
+                            np.copyto(*source)
+                        other.result()
+                        self._launch_list(copy, *ends, part, slot)
+
+                return self._queued(copy, after, queue)
+        finally:
+            for other in written:
+                other.exception()  # nobody writes into a slot that somebody else may have
+            if copy is None:
+                self._free(slots)
+        return None
+
+    def _lane(self, after: int | None, by_engine: bool) -> _Lane:
+        if after is not None:
+            return self._waiting_lane
+        return self._engine_lane if by_engine else min(self._lanes, key=lambda lane: lane.in_flight)
+
+    def _first_runs(self, after: int | None) -> int:
+        """How many runs the first launch of a batch has."""
+        behind = after is not None or any(lane.in_flight for lane in (*self._lanes, self._engine_lane))
+        return _MOST_RUNS if behind else _FIRST_RUNS
+
+    def _new_copy(self, lane: _Lane, total: int, expected: float) -> Copy:
+        lane.in_flight += 1
+        return Copy(self._events.pop() if self._events else self.device.event(), lane, total, expected)
+
+    def _queued(self, copy: Copy, after: int | None, queue: Callable[[Copy], None]) -> Copy:
+        """Has `queue` queue the copy, behind what it waits for and before its event."""
+        try:
+            if after is not None:
+                self.device.wait_for(copy.lane.stream, after)
+            queue(copy)
+            self.device.record(copy.event, copy.lane.stream)
         except BaseException:
             self._abandon(copy)
             raise
@@ -180,47 +277,43 @@ class Copier:
     def _forget(self, copy: Copy) -> None:
         copy.lane.in_flight -= 1
         self._events.append(copy.event)
-        self._slots += copy.slots
-        copy.slots = []
+        if copy.slots:
+            self._free(copy.slots)
+            copy.slots = []
 
     def _by_engine(self, source_at: int, destination_at: int, runs: Runs, stream: int) -> None:
         self.device.copy_batch(runs.destination + destination_at, runs.source + source_at, runs.length, stream)
 
-    def _by_kernel(self, copy: Copy, source_at: int, destination_at: int, runs: Runs, seen: Survey) -> None:
-        for part in kernel_lists(source_at, destination_at, runs, seen):
+    def _by_kernel(
+        self, copy: Copy, source_at: int, destination_at: int, runs: Runs, seen: Survey, first: int
+    ) -> None:
+        for part in kernel_lists(source_at, destination_at, runs, seen, first):
             slot = self._slot(part.bytes)
             copy.slots.append(slot)
-            self._write(part, slot.array)
-            lists = slot.pinned_at
-            if part.bytes > _READ_IN_PLACE:
-                self.device.copy(slot.device_at, lists, part.bytes, copy.lane.stream)
-                lists = slot.device_at
-            launch = Launch(source_at, destination_at, lists, len(part.runs.length), part.length, part.longest)
-            self._launch(launch, copy.lane.stream, self.settings)
+            part.write(slot.array)
+            self._launch_list(copy, source_at, destination_at, part, slot)
 
-    def _write(self, part: KernelList, room: NDArray[np.uint8]) -> None:
-        columns = part.columns(room)
-        if len(part.runs.length) < _TWO_THREADS:
-            for column, values in columns:
-                column[:] = values
-            return
-        (mine, values), *others = columns
-        rest = self._second.submit(lambda: [np.copyto(column, values) for column, values in others])
-        np.copyto(mine, values)
-        rest.result()
-
-    def survey(self, runs: Runs, source_bytes: int, destination_bytes: int) -> Survey:
-        """`plan.survey`, by two threads where the list is long."""
-        return survey(runs, source_bytes, destination_bytes, self._second if len(runs.source) >= _TWO_THREADS else None)
+    def _launch_list(self, copy: Copy, source_at: int, destination_at: int, part: KernelList, slot: _Slot) -> None:
+        """Queues the launch of a list that has been written, behind its upload."""
+        lists = slot.pinned_at
+        if part.bytes > _READ_IN_PLACE:
+            self.device.copy(slot.device_at, lists, part.bytes, copy.lane.stream)
+            lists = slot.device_at
+        launch = Launch(source_at, destination_at, lists, len(part.runs.length), part.length, part.longest)
+        self._launch(launch, copy.lane.stream, self.settings)
 
     def _slot(self, size: int) -> _Slot:
         """The smallest free one that is large enough."""
-        fitting = [slot for slot in self._slots if slot.bytes >= size]
-        if fitting:
-            slot = min(fitting, key=lambda slot: slot.bytes)
-            self._slots.remove(slot)
-            return slot
+        for have, slots in self._slots.items():
+            if have >= size and slots:
+                return slots.pop()
         return self._new_slot(max(_SLOT_BYTES, 1 << (size - 1).bit_length()))
+
+    def _free(self, slots: list[_Slot]) -> None:
+        for slot in slots:
+            if slot.bytes not in self._slots:
+                self._slots = dict(sorted({**self._slots, slot.bytes: []}.items()))
+            self._slots[slot.bytes].append(slot)
 
     def _new_slot(self, size: int) -> _Slot:
         pinned = PinnedMemory(self.device, size)
@@ -317,7 +410,7 @@ class Copier:
             self.device.destroy_stream(lane.stream)
         for event in self._events:
             self.device.destroy_event(event)
-        self._lanes, self._events, self._slots = [], [], []
+        self._lanes, self._events, self._slots = [], [], {}
         for pinned in self._pinned:
             pinned.close()
         for address in self._on_device:
@@ -353,17 +446,24 @@ class KernelList(NamedTuple):
             place[:] = values
 
 
-def kernel_lists(source_at: int, destination_at: int, runs: Runs, seen: Survey) -> Iterator[KernelList]:
-    """The launches that move `runs`."""
+def kernel_lists(
+    source_at: int, destination_at: int, runs: Runs, seen: Survey, first: int = _FIRST_RUNS
+) -> Iterator[KernelList]:
+    """The launches that move `runs`, the first with `first` runs."""
     aligned = seen.alignment >= WORD and (source_at | destination_at) % WORD == 0
     length = seen.length if aligned else 0
     if not length:
         runs = cut_long_runs(runs)
     longest = length or (int(runs.length.max()) if aligned else 0)
-    start, size = 0, _FIRST_RUNS
+    yield from _parts(runs, length, longest, first, _LAUNCH_RUNS)
+
+
+def _parts(runs: Runs, length: int, longest: int, first: int, most: int) -> Iterator[KernelList]:
+    """In launches that grow from `first` runs to `most`."""
+    start, size = 0, min(first, most)
     while start < len(runs.length):
         yield KernelList(_rows(runs, slice(start, start + size)), length, longest)
-        start, size = start + size, min(4 * size, _LAUNCH_RUNS)
+        start, size = start + size, min(4 * size, most)
 
 
 def _wrapped(count: int, each: int, source_bytes: int, destination_bytes: int) -> Runs:

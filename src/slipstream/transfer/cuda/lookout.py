@@ -7,15 +7,16 @@ mover shortly before, by as much as it is usually woken late, has it look again 
 around that moment, and then at growing intervals. A copy that waits for a step has no such moment before the step is
 over (`ripe`).
 
-`alarm` and `bell` are what the mover sleeps on. Whoever has the mover's turn calls.
+`alarm` and `bell` are what the mover sleeps on. Whoever has the mover's turn calls. No call takes longer for the number
+of copies under way.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Container
 
 from slipstream.transfer.cuda.alarm import Alarm
 from slipstream.transfer.transports.bell import Bell
@@ -30,16 +31,26 @@ _LEAST_PACE, _MOST_PACE = 0.5, 4.0
 _SOONER = 0.9  # of the time until the first look, when that found the copy done: it may have been for a while
 _UNTOLD_S = 20e-3  # between looks at copies that wait for a step: should nobody tell that it is over
 _ALIKE = 4.0  # copies whose sizes differ by less keep one pace
+_SAME_S = 10e-6  # an alarm that is set for so little earlier or later stays
 
 
-@dataclass(slots=True, eq=False)
 class Due:
     """A copy under way: `at` is when it should be done, the others before it considered; inf while it waits."""
 
-    at: float
-    began: float
-    expected: float
-    alone: bool
+    __slots__ = ("_lookout", "_plan", "alone", "began", "ended", "expected")
+
+    def __init__(self, lookout: Lookout, at: float, began: float, expected: float, alone: bool) -> None:
+        self._lookout = lookout
+        self.ended = False
+        self.set(at, began, alone)
+        self.expected = expected
+
+    def set(self, at: float, began: float, alone: bool) -> None:
+        self._plan, self.began, self.alone = at - self._lookout.shift, began, alone
+
+    @property
+    def at(self) -> float:
+        return self._plan + self._lookout.shift
 
 
 class Lookout:
@@ -47,43 +58,54 @@ class Lookout:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.alarm, self.bell = Alarm(), Bell()
+        self.shift = 0.0  # by how much copies have ended later than planned; moves all that are under way
         self._clock = clock
         self._lane_due = 0.0  # when the last copy under way should end
         self._looked = 0.0  # when one was last seen to be under way
         self._set_for = 0.0  # when the alarm is due; 0 when it is not set
         self._drowsy = 0.0  # how late this machine wakes a thread that has slept, as seen lately
         self._pace: dict[int, float] = {}  # of copies that had the link for themselves, by size: taken / expected
+        self._timed: deque[Due] = deque()  # as they should end; some of them have
+        self._waiting = 0
 
     def started(self, began: float, expected: float) -> Due:
         """A copy has been queued that should take so many seconds once those before it are done."""
-        alone = self._lane_due <= began
-        pace = self._pace.get(_class(expected), 1.0) if alone else 1.0
-        self._lane_due = max(self._lane_due, began) + _HOPE * pace * expected
-        return Due(self._lane_due, began, expected, alone)
+        due = Due(self, math.inf, began, expected, alone=False)
+        self._plan(due, began)
+        return due
 
     def waiting(self, began: float, expected: float) -> Due:
         """A copy has been queued that will take so many seconds when what it waits for has happened."""
-        return Due(math.inf, began, expected, alone=False)
+        self._waiting += 1
+        return Due(self, math.inf, began, expected, alone=False)
 
     def ripe(self, copy: Due) -> None:
         """What a copy waited for has just happened."""
-        due = self.started(self._clock(), copy.expected)
-        copy.at, copy.began, copy.alone = due.at, due.began, due.alone
+        self._waiting -= 1
+        self._plan(copy, self._clock())
+
+    def _plan(self, copy: Due, began: float) -> None:
+        alone = self._lane_due <= began
+        pace = self._pace.get(_class(copy.expected), 1.0) if alone else 1.0
+        self._lane_due = max(self._lane_due, began) + _HOPE * pace * copy.expected
+        copy.set(self._lane_due, began, alone)
+        self._timed.append(copy)
 
     def under_way(self) -> None:
         """Somebody has looked, and a copy was not done."""
         self._looked = self._clock()
 
-    def done(self, copy: Due, others: Iterable[Due]) -> None:
+    def done(self, copy: Due) -> None:
         """Moves what is expected of those behind by as much as this one ended early or late, where that is known."""
+        copy.ended = True
         if copy.at == math.inf:
+            self._waiting -= 1
             return
         now = self._clock()
         shift = now - copy.at
         if shift > 0 and now - self._looked > _FRESH_S:
             return
-        for other in others:
-            other.at += shift
+        self.shift += shift
         self._lane_due += shift
         if copy.alone:
             kind = _class(copy.expected)
@@ -94,29 +116,34 @@ class Lookout:
             taken = min(max(taken, _LEAST_PACE), _MOST_PACE)
             self._pace[kind] = known + (taken - known) / 4
 
-    def woken(self) -> None:
-        """Silences what has woken the mover, and learns how late a sleeping one is woken."""
-        self.bell.hush()
-        if self._set_for:
+    def woken(self, ready: Container[int]) -> None:
+        """Silences what has woken the mover, of the descriptors that are `ready`; learns how late a sleeping one is
+        woken."""
+        if self.bell.fileno() in ready:
+            self.bell.hush()
+        if self.alarm.fileno() in ready:
             self.alarm.hush()
-            late = self._clock() - self._set_for
-            if late >= 0:
+            if self._set_for:
+                late = max(self._clock() - self._set_for, 0.0)
                 self._drowsy += (min(late, _DROWSY_S) - self._drowsy) / 4
-            self._set_for = 0.0
+                self._set_for = 0.0
 
-    def look_at(self, first: Due | None) -> None:
+    def look_again(self) -> None:
         """Sets the next look: when the first copy is due, then at intervals that grow with its lateness."""
-        if first is None:
+        timed = self._timed
+        while timed and timed[0].ended:
+            timed.popleft()
+        if not timed and not self._waiting:
             self._lane_due = 0.0
             return
         now = self._clock()
-        late = now - first.at
+        late = now - timed[0].at if timed else -math.inf
         sleep = min(-late - _AWAKE_S / 2 - self._drowsy, _UNTOLD_S)
         if late > _AWAKE_S:
             sleep = min(max(late / 4, _SOONEST_S), _LATEST_S)
         if sleep < _SOONEST_S:
             self.bell.ring()
-        else:
+        elif not self._set_for or abs(now + sleep - self._set_for) > _SAME_S:
             self.alarm.set(sleep)
             self._set_for = now + sleep
 

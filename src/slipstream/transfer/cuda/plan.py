@@ -11,6 +11,7 @@ Pure: numpy and arithmetic.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -39,55 +40,81 @@ def survey(runs: Runs, source_bytes: int, destination_bytes: int, second: Execut
 
     Raises ValueError when columns differ in length, a run is empty or leaves its region; the message names the run.
     """
+    length = common_length(runs)
     count = len(runs.length)
-    if len(runs.source) != count or len(runs.destination) != count:
-        raise ValueError(
-            f"columns of {len(runs.source)}, {len(runs.destination)} and {count} rows are not one list of runs"
-        )
-    if count == 0:
-        raise ValueError("a batch without runs")
-    length = _common_length(runs.length)
     bits = length or int(np.bitwise_or.reduce(runs.length))
     block = count if second else _BLOCK  # two threads that come back for each block would wait for each other
     arguments = (runs.destination, runs.length, length, destination_bytes, block)
     other = second.submit(_look, *arguments) if second else None
     looks = [_look(runs.source, runs.length, length, source_bytes, block)]
     looks.append(other.result() if other else _look(*arguments))
-    for side, offsets, size, (inside, seen) in (
-        ("source", runs.source, source_bytes, looks[0]),
-        ("destination", runs.destination, destination_bytes, looks[1]),
-    ):
-        if not inside:
-            raise ValueError(_outside(side, offsets, runs.length, size))
-        bits |= seen
+    bits |= judged(runs, (source_bytes, destination_bytes), looks)
     total = length * count if length else int(runs.length.sum())
     return Survey(length, min(bits & -bits, 4096) if bits else 4096, total)
 
 
-def _common_length(length: NDArray[np.int64]) -> int:
-    """The length of all runs, or 0. A column that was broadcast from one number costs nothing to look at."""
+def common_length(runs: Runs) -> int:
+    """The length of all runs, or 0. A column that was broadcast from one number costs nothing to look at.
+
+    Raises ValueError when there are no runs, or columns differ in length.
+    """
+    length, count = runs.length, len(runs.length)
+    if len(runs.source) != count or len(runs.destination) != count:
+        raise ValueError(
+            f"columns of {len(runs.source)}, {len(runs.destination)} and {count} rows are not one list of runs"
+        )
+    if count == 0:
+        raise ValueError("a batch without runs")
     first = int(length[0])
     if length.strides == (0,) or bool((length == first).all()):
         return max(first, 0)
     return 0
 
 
-def _look(offsets: NDArray[np.int64], length: NDArray[np.int64], common: int, size: int, step: int) -> tuple[bool, int]:
-    """(whether all runs are inside [0, size), the OR of all offsets)."""
+class Look(NamedTuple):
+    """Of one column: whether all runs are inside the region, and the OR of all offsets."""
+
+    inside: bool
+    bits: int
+
+
+def look(offsets: NDArray[np.int64], common: int, size: int) -> Look:
+    """At runs of the length `common` that shall be inside [0, size)."""
+    seen = int(np.bitwise_or.reduce(offsets))
+    # No offset is above the OR of all; a negative one is a very large one without its sign.
+    if 0 <= seen <= size - common:
+        return Look(True, seen)
+    inside = size >= common and int(offsets.view(np.uint64).max()) <= size - common
+    return Look(inside, seen)
+
+
+def judged(runs: Runs, sizes: tuple[int, int], looks: Sequence[Look]) -> int:
+    """The OR of all offsets, from looks at the source and the destination column. Raises ValueError, naming the run,
+    when one of them leaves its region."""
+    for side, offsets, size, seen in zip(
+        ("source", "destination"), (runs.source, runs.destination), sizes, looks, strict=True
+    ):
+        if not seen.inside:
+            raise ValueError(_outside(side, offsets, runs.length, size))
+    return looks[0].bits | looks[1].bits
+
+
+def _look(offsets: NDArray[np.int64], length: NDArray[np.int64], common: int, size: int, step: int) -> Look:
+    if common and len(offsets) <= step:
+        return look(offsets, common, size)
     bits = 0
     for start in range(0, len(offsets), step):
         block = offsets[start : start + step]
-        seen = int(np.bitwise_or.reduce(block))
-        bits |= seen
         if common:
-            # No offset is above the OR of all; a negative one is a very large one without its sign.
-            if not 0 <= seen <= size - common and (size < common or int(block.view(np.uint64).max()) > size - common):
-                return False, 0
+            seen = look(block, common, size)
         else:
             lengths = length[start : start + step]
-            if int(lengths.min()) <= 0 or int(block.min()) < 0 or bool((lengths > size - block).any()):
-                return False, 0
-    return True, bits
+            inside = int(lengths.min()) > 0 and int(block.min()) >= 0 and not bool((lengths > size - block).any())
+            seen = Look(inside, int(np.bitwise_or.reduce(block)))
+        if not seen.inside:
+            return seen
+        bits |= seen.bits
+    return Look(True, bits)
 
 
 def _outside(side: str, offsets: NDArray[np.int64], length: NDArray[np.int64], size: int) -> str:
@@ -164,7 +191,7 @@ class Division(NamedTuple):
 
 
 _NONE = np.empty(0, np.int64)
-_ALL_BY_KERNEL = Division(None, _NONE)
+ALL_BY_KERNEL = Division(None, _NONE)
 _ALL_BY_ENGINE = Division(_NONE, None)
 
 
@@ -177,8 +204,7 @@ def divide(runs: Runs, seen: Survey, costs: CopyCosts, preference: float = 1.0) 
     count = len(runs.length)
     by_kernel = costs.kernel(seen.total) * preference
     by_engine = costs.engine(count, seen.total)
-    crossover = costs.crossover(preference)
-    if seen.length == 0 and crossover < math.inf:
+    if seen.length == 0 and (crossover := costs.crossover(preference)) < math.inf:
         long = runs.length >= crossover
         many = int(long.sum())
         if 0 < many < count:
@@ -186,7 +212,7 @@ def divide(runs: Runs, seen: Survey, costs: CopyCosts, preference: float = 1.0) 
             both = costs.engine(many, moved) + costs.kernel(seen.total - moved) * preference
             if both < min(by_kernel, by_engine):
                 return Division(np.flatnonzero(~long), np.flatnonzero(long))
-    return _ALL_BY_ENGINE if by_engine <= by_kernel else _ALL_BY_KERNEL
+    return _ALL_BY_ENGINE if by_engine <= by_kernel else ALL_BY_KERNEL
 
 
 def cut_long_runs(runs: Runs) -> Runs:

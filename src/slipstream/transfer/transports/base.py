@@ -18,6 +18,7 @@ transport cannot be used by this process at all; `transfer.transports.load` find
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -95,7 +96,14 @@ class Runs:
 
     @property
     def total(self) -> int:
+        if self.length.strides == (0,):
+            return int(self.length[0]) * len(self.length) if len(self.length) else 0
         return int(self.length.sum())
+
+
+def repeated(number: int, count: int) -> NDArray[np.int64]:
+    """A column of one number, which cannot be written to: 8 bytes, however long it is."""
+    return np.ndarray((count,), np.int64, number.to_bytes(8, sys.byteorder, signed=True), 0, (0,))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ import itertools
 import logging
 import select
 import time
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -52,6 +53,7 @@ SHORT_LISTS = 64  # batches under way whose lists need no allocation, which coul
 class _Flight:
     """A ticket under way."""
 
+    ticket: int
     copy: Copy
     remote: CudaRemote
     due: Due
@@ -90,6 +92,7 @@ class CudaIpcTransport:
         self._seal = own_seal(self._device, region)
         self._tickets = itertools.count(1)
         self._flights: dict[int, _Flight] = {}
+        self._lanes: dict[int, deque[_Flight]] = {}  # stream -> what is under way there, in order
         self._done: list[Completion] = []
         self._remotes: dict[int, CudaRemote] = {}
         try:
@@ -165,17 +168,17 @@ class CudaIpcTransport:
         mine, theirs = (self._region.address, self._region.bytes), (remote.address, remote.bytes)
         (source_at, source_bytes), (to, to_bytes) = (mine, theirs) if push else (theirs, mine)
         began = time.perf_counter()
-        seen = self._copier.survey(runs, source_bytes, to_bytes)
         costs = remote.costs if push else remote.read_costs
         event = event_handle(after)
         if event is not None:
             self._device.use()
             event = None if self._device.is_done(event) else event
-        copy = self._copier.start(source_at, to, runs, seen, costs, event)
+        copy = self._copier.copy(source_at, source_bytes, to, to_bytes, runs, costs, event)
         remote.in_flight += 1
         due = (self._lookout.started if event is None else self._lookout.waiting)(began, copy.expected)
-        self._flights[ticket] = _Flight(copy, remote, due, event)
-        self._look_again()
+        flight = self._flights[ticket] = _Flight(ticket, copy, remote, due, event)
+        self._lanes.setdefault(copy.lane.stream, deque()).append(flight)
+        self._lookout.look_again()
         return ticket
 
     def ripe(self, after: Any) -> None:
@@ -185,11 +188,12 @@ class CudaIpcTransport:
             if flight.event == event:
                 flight.event = None
                 self._lookout.ripe(flight.due)
-        self._look_again()
+        self._lookout.look_again()
 
     def poll(self) -> list[Completion]:
-        self._lookout.woken()
-        for fd, _ in self._epoll.poll(0):
+        ready = [fd for fd, _ in self._epoll.poll(0)]
+        self._lookout.woken(ready)
+        for fd in ready:
             remote = self._remotes.get(fd)
             if remote is not None:
                 self._end(remote, "the peer's process has ended or has withdrawn its memory")
@@ -197,33 +201,28 @@ class CudaIpcTransport:
         if self._flights:
             self._device.use()
             done += self._landed()
-        self._look_again()
+        self._lookout.look_again()
         return done
-
-    def _look_again(self) -> None:
-        dues = [flight.due for flight in self._flights.values()]
-        self._lookout.look_at(min(dues, key=lambda due: due.at) if dues else None)
 
     def _landed(self) -> list[Completion]:
         landed = []
-        waiting: set[int] = set()  # lanes whose first copy is still under way: those behind it are too
-        for ticket, flight in list(self._flights.items()):
-            if id(flight.copy.lane) in waiting:
-                continue
-            error = flight.remote.ended or None
-            try:
-                if not self._copier.is_done(flight.copy):
-                    waiting.add(id(flight.copy.lane))
-                    self._lookout.under_way()
-                    continue
-            except CudaError as failure:
-                error = failure.message
-            del self._flights[ticket]
-            self._lookout.done(flight.due, (other.due for other in self._flights.values()))
-            flight.remote.in_flight -= 1
-            if flight.remote.ended and flight.remote.in_flight == 0:
-                self._mapper.unmap(flight.remote)
-            landed.append(Completion(ticket, error))
+        for lane in self._lanes.values():
+            while lane:
+                flight = lane[0]
+                error = flight.remote.ended or None
+                try:
+                    if not self._copier.is_done(flight.copy):
+                        self._lookout.under_way()
+                        break  # those behind it are under way too
+                except CudaError as failure:
+                    error = failure.message
+                lane.popleft()
+                del self._flights[flight.ticket]
+                self._lookout.done(flight.due)
+                flight.remote.in_flight -= 1
+                if flight.remote.ended and flight.remote.in_flight == 0:
+                    self._mapper.unmap(flight.remote)
+                landed.append(Completion(flight.ticket, error))
         return landed
 
     # ------------------------------------------------------------------------------------------------ ends
@@ -253,6 +252,7 @@ class CudaIpcTransport:
             if flight.remote.in_flight == 0:
                 self._mapper.unmap(flight.remote)
         self._flights.clear()
+        self._lanes.clear()
         self._door.close()
         self._copier.close()
         self._epoll.close()
