@@ -9,6 +9,7 @@ import pytest
 from slipstream.kv.layout import KVLayout
 from slipstream.transfer.copies import (
     HeadRange,
+    PageLists,
     check_bounds,
     head_moves,
     head_range,
@@ -146,6 +147,43 @@ def test_a_part_of_the_heads_never_merges_over_the_gap_between_pages() -> None:
     part = page_runs(WHOLE, layout_of(HeadRange(2, 3), 8), HeadRange(2, 3), [0, 1], [0, 1])
     head = WHOLE.head_bytes
     assert triples(part) == [(2 * head, 0, 3 * head), (10 * head, 3 * head, 3 * head)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 100, 256, 257, 3000])
+@pytest.mark.parametrize("heads", [HeadRange(0, 8), HeadRange(2, 3)])
+def test_long_and_short_lists_become_the_same_runs(count: int, heads: HeadRange) -> None:
+    random = np.random.default_rng(count)
+    pages = [random.permutation(4 * count)[:count] for _ in range(2)]
+    runs = page_runs(WHOLE, WHOLE, heads, pages[0].tolist(), pages[1])
+    found = {(int(s), int(d), int(n)) for s, d, n in zip(runs.source, runs.destination, runs.length, strict=True)}
+    start, size, page = heads.first * WHOLE.head_bytes, heads.size * WHOLE.head_bytes, WHOLE.page_bytes
+    wanted = {
+        (s * page + start, d * page + start, size) for s, d in zip(*(side.tolist() for side in pages), strict=True)
+    }
+    assert found == wanted
+    assert runs.total == count * size
+    assert runs.extent is not None
+    assert runs.extent[:2] == (max(s for s, _, _ in wanted) + size, max(d for _, d, _ in wanted) + size)
+    assert not any(number % runs.extent.unit for run in wanted for number in run)
+
+
+@pytest.mark.parametrize("count", [40, 1000])
+def test_neighbours_are_merged_where_there_are_some(count: int) -> None:
+    pages = np.arange(count)
+    size = WHOLE.page_bytes
+    assert triples(page_runs(WHOLE, WHOLE, HeadRange(0, 8), pages, pages + 5)) == [(0, 5 * size, count * size)]
+    apart = 2 * pages
+    apart[1] = 1  # one pair in so many: runs of one length are worth more
+    runs = page_runs(WHOLE, WHOLE, HeadRange(0, 8), apart, apart)
+    assert set(runs.length.tolist()) == {size}
+    with pytest.raises(ValueError, match="destination page 6 is named twice"):
+        page_runs(WHOLE, WHOLE, HeadRange(0, 8), pages, np.where(pages == 4, 6, pages * 2))
+    with pytest.raises(ValueError, match=r"must not be negative: -7"):
+        page_runs(WHOLE, WHOLE, HeadRange(0, 8), np.where(pages == 3, -7, pages), pages)
+    with pytest.raises(ValueError, match=rf"source page {count - 1} does not exist; the pool has {count - 1} pages"):
+        PageLists(pages, pages, (count - 1, count))
+    with pytest.raises(ValueError, match=rf"destination page {count - 1} does not exist"):
+        PageLists(pages, pages, (count, count - 1))
 
 
 def test_a_destination_page_named_twice_is_an_error() -> None:

@@ -112,7 +112,8 @@ def test_threads_that_queue_at_the_same_time_do_not_mix_their_lists():
     inner = driver.copies()
     inner(to, origin, size, STREAM)
     queued = sorted(copy for call in driver.calls for copy in call)
-    there, back = zip(to.tolist(), origin.tolist(), size.tolist()), zip(origin.tolist(), to.tolist(), size.tolist())
+    columns = [column.tolist() for column in (to, origin, size)]
+    there, back = zip(*columns, strict=True), zip(columns[1], columns[0], columns[2], strict=True)
     assert queued == sorted([*there, *back])
 
 

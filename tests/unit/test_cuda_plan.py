@@ -17,7 +17,7 @@ from slipstream.transfer.cuda.plan import (
     divide,
     survey,
 )
-from slipstream.transfer.transports.base import Runs
+from slipstream.transfer.transports.base import Extent, Runs
 
 NVLINK = CopyCosts(
     kernel_start=20e-6, kernel_byte=1 / 366e9, engine_start=8e-6, engine_run=0.55e-6, engine_byte=1 / 395e9
@@ -87,6 +87,18 @@ def test_two_threads_see_what_one_sees():
             survey(runs, 6400, 6399, second)
         with pytest.raises(ValueError, match=r"leaves the source"):
             survey(runs, 6399, 6399, second)
+
+
+def test_what_is_known_of_a_list_is_what_its_runs_show():
+    plain = equal_runs(100, 48)
+    known = Runs(plain.source, plain.destination, plain.length, extent=Extent(4800, 4800, 48))
+    assert survey(known, 4800, 4800) == survey(plain, 4800, 4800)
+    with pytest.raises(ValueError, match="run 99 of 100 leaves the source region"):
+        survey(known, 4799, 4800)
+    with pytest.raises(ValueError, match="run 0 of 100 leaves the destination region"):
+        survey(known, 4800, 4799)
+    with pytest.raises(ValueError, match="without runs"):
+        survey(Runs(*(plain.source[:0],) * 3, extent=Extent(0, 0, 16)), 10, 10)
 
 
 def test_columns_of_different_lengths_are_refused():

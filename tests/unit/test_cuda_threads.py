@@ -233,7 +233,9 @@ def test_copies_behind_one_that_ends_late_are_due_later(watched: tuple[Lookout, 
 def test_a_copy_that_waits_is_due_when_what_it_waits_for_has_happened(watched: tuple[Lookout, Clock]) -> None:
     lookout, clock = watched
     waiting = lookout.waiting(clock.now, 2e-3)
-    assert lookout.started(clock.now, 1e-3).at == pytest.approx(clock.now + 0.97e-3)  # not behind the one that waits
+    other = lookout.started(clock.now, 1e-3)
+    assert other.at == pytest.approx(clock.now + 0.97e-3)  # not behind the one that waits
+    lookout.done(other)
     lookout.look_again()
     assert select.select([lookout.alarm], [], [], 60)[0]  # now and then, should nobody tell
     clock.now += 0.2
@@ -248,3 +250,24 @@ def test_a_copy_that_was_done_before_anybody_told_teaches_nothing(watched: tuple
     at = other.at
     lookout.done(waiting)
     assert other.at == at
+
+
+def test_the_next_look_is_for_the_first_that_has_not_ended(watched: tuple[Lookout, Clock]) -> None:
+    lookout, clock = watched
+    set_for: list[float] = []
+    lookout.alarm.set = set_for.append  # type: ignore[method-assign]
+    dues = [lookout.started(clock.now, 1e-3) for _ in range(50)]
+    lookout.look_again()
+    lookout.look_again()
+    assert len(set_for) == 1  # one that is set already stays
+    clock.now = dues[1].at
+    lookout.under_way()
+    lookout.done(dues[1])  # before the first, which is on another lane
+    assert dues[0].at < clock.now
+    lookout.done(dues[0])
+    lookout.look_again()
+    assert set_for[-1] == pytest.approx(dues[2].at - clock.now, abs=100e-6)
+    for due in dues[2:]:
+        lookout.done(due)
+    lookout.look_again()
+    assert len(set_for) == 2

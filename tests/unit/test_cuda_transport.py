@@ -315,6 +315,110 @@ def test_many_runs_of_one_length_go_in_few_launches(ranks: tuple[Rank, Rank]):
     assert (contents(b.memory)[: PAGES * PAGE] == contents(a.memory)[: PAGES * PAGE]).all()
 
 
+LONG = 80_000  # runs: more than two threads share
+
+
+@pytest.fixture
+def copier() -> Iterator[tuple[Copier, HostDevice, int]]:
+    device = HostDevice()
+    copier = Copier(device, CopySettings(bulk=None), launch=device.launch)  # type: ignore[arg-type]
+    at = device.allocate(4 * LONG * 16)
+    contents = np.frombuffer((ctypes.c_uint8 * (4 * LONG * 16)).from_address(at), np.uint8)
+    contents[:] = np.random.default_rng(4).integers(0, 256, len(contents), np.uint8)
+    yield copier, device, at
+    device.release()
+    copier.close()
+
+
+def long_runs(seed: int) -> Runs:
+    random = np.random.default_rng(seed)
+    places = [random.permutation(2 * LONG)[:LONG].astype(np.int64) * 16 for _ in range(2)]
+    return Runs(*places, np.broadcast_to(np.int64(16), (LONG,)))
+
+
+BY_KERNEL = CopyCosts(0.0, 0.0, 1.0, 1.0, 1.0)
+
+
+def test_long_lists_arrive_launched_in_parts_when_alone_and_whole_behind_others(
+    copier: tuple[Copier, HostDevice, int],
+):
+    moves, device, at = copier
+    half = 2 * LONG * 16
+    device.held = True
+    lists = [long_runs(seed) for seed in range(3)]
+    views = [np.frombuffer((ctypes.c_uint8 * half).from_address(at + side * half), np.uint8) for side in (0, 1)]
+    origin, found = (view.reshape(-1, 16) for view in views)
+    want = found.copy()
+    copies = [moves.copy(at, half, at + half, half, runs, BY_KERNEL) for runs in lists]
+    assert [launch.runs for launch in device.launches] == [2048, 8192, 32768, LONG - 43008, LONG, LONG]
+    assert (found == want).all()
+    for copy in copies:
+        moves.wait(copy)
+    untouched = np.setdiff1d(np.arange(2 * LONG), np.concatenate([runs.destination // 16 for runs in lists]))
+    assert (found[untouched] == want[untouched]).all()
+    last = [found[runs.destination // 16] == origin[runs.source // 16] for runs in lists]
+    assert min(rows.all(axis=1).mean() for rows in last) > 0.2  # what no other list has written over
+    moves.wait(moves.copy(at, half, at + half, half, lists[0], BY_KERNEL))
+    assert (found[lists[0].destination // 16] == origin[lists[0].source // 16]).all()
+
+
+@pytest.mark.parametrize("side", ["source", "destination"])
+@pytest.mark.parametrize("offset", [-16, 2 * LONG * 16, 1 << 62])
+def test_a_long_list_with_one_run_outside_starts_nothing(
+    copier: tuple[Copier, HostDevice, int], side: str, offset: int
+):
+    moves, device, at = copier
+    half = 2 * LONG * 16
+    runs = long_runs(1)
+    getattr(runs, side)[LONG - 1] = offset
+    free = {size: len(slots) for size, slots in moves._slots.items()}
+    with pytest.raises(ValueError, match=f"run {LONG - 1} of {LONG} leaves the {side} region"):
+        moves.copy(at, half, at + half, half, runs, BY_KERNEL)
+    assert device.launches == []
+    assert not any(device.streams.values())
+    assert all(len(moves._slots[size]) >= count for size, count in free.items())
+
+
+@pytest.mark.parametrize("side", ["source", "destination"])
+def test_a_long_list_with_one_run_aligned_otherwise_arrives(copier: tuple[Copier, HostDevice, int], side: str):
+    moves, device, at = copier
+    half = 2 * LONG * 16
+    runs = long_runs(2)
+    spare = np.setdiff1d(np.arange(2 * LONG - 1), getattr(runs, side) // 16)
+    getattr(runs, side)[5] = int(spare[0]) * 16 + 3 if side == "source" else getattr(runs, side)[5] + 3
+    views = [np.frombuffer((ctypes.c_uint8 * half).from_address(at + part * half), np.uint8) for part in (0, 1)]
+    if side == "destination" and runs.destination[5] + 16 > half:
+        runs.destination[5] -= 16
+    moves.wait(moves.copy(at, half, at + half, half, runs, BY_KERNEL))
+    assert {launch.length for launch in device.launches} == {0}
+    for row in (0, 5, 4711, LONG - 1):
+        source, to = int(runs.source[row]), int(runs.destination[row])
+        assert (views[1][to : to + 16] == views[0][source : source + 16]).sum() >= (16 if side == "source" else 13)
+
+
+def test_a_launch_that_fails_half_way_gives_its_lists_back_when_nothing_runs_any_more(
+    copier: tuple[Copier, HostDevice, int],
+):
+    moves, _, at = copier
+    half = 2 * LONG * 16
+    launch, launched = moves._launch, []
+
+    def failing(*arguments: Any) -> None:
+        launched.append(arguments)
+        if len(launched) == 3:
+            raise CudaError("cuLaunchKernel", "CUDA_ERROR_UNKNOWN", "no")
+        launch(*arguments)
+
+    moves._launch = failing
+    with pytest.raises(CudaError, match="cuLaunchKernel"):
+        moves.copy(at, half, at + half, half, long_runs(3), BY_KERNEL)
+    moves._launch = launch
+    known = sum(len(slots) for slots in moves._slots.values())
+    moves.wait(moves.copy(at, half, at + half, half, long_runs(3), BY_KERNEL))
+    assert sum(len(slots) for slots in moves._slots.values()) == known
+    assert all(lane.in_flight == 0 for lane in moves._lanes)
+
+
 def test_a_batch_of_pages_is_one_launch(ranks: tuple[Rank, Rank]):
     a, b = ranks
     remote = a.open(b)

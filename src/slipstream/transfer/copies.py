@@ -3,8 +3,8 @@
 A handoff names pages; a transport moves runs of bytes. Between them stands the head range of either rank: a page is
 ordered by head first (`kv.layout`), so what two ranks share of a page is one contiguous run. `head_moves` says, once
 for each pair of workers, which source rank sends which heads to which destination rank; a `PageMap`, made once a route,
-turns the checked `PageLists` of one copy into its runs, merging neighbours where it pays; `split` cuts runs into pieces of bounded
-size for transports that move pieces.
+turns the checked `PageLists` of a copy into its runs, merging neighbours where it pays; `split` cuts runs into pieces
+of bounded size for transports that move pieces.
 
 Pure: numpy and arithmetic.
 """
@@ -12,7 +12,8 @@ Pure: numpy and arithmetic.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,10 +22,10 @@ from numpy.typing import NDArray
 from slipstream.kv.layout import HeadRange as HeadRange
 from slipstream.kv.layout import KVLayout
 from slipstream.kv.layout import head_range as head_range
-from slipstream.transfer.transports.base import Runs, repeated
+from slipstream.transfer.transports.base import Extent, Runs, repeated
 
-
-_MOST = 1 << 62  # no page number
+_SHORT = 256  # pages
+_NONE = -(1 << 62)  # no page number
 _HARDLY = 16  # neighbours are merged when one page in so many has one
 
 
@@ -81,27 +82,49 @@ class PageMap:
         if source.head_bytes != destination.head_bytes:
             raise ValueError(f"a head of a page has {source.head_bytes} bytes here and {destination.head_bytes} there")
         self._length = heads.size * source.head_bytes
-        self._steps = np.array([[source.page_bytes], [destination.page_bytes]], np.int64)
-        starts = [(heads.first - layout.first_head) * source.head_bytes for layout in (source, destination)]
-        self._starts = np.array([[start] for start in starts], np.int64)
+        self._pages = source.page_bytes, destination.page_bytes
+        first, second = ((heads.first - layout.first_head) * source.head_bytes for layout in (source, destination))
+        self._starts = first, second
+        self._unit = math.gcd(self._length, *self._pages, *self._starts)
         self._whole = source.page_bytes == destination.page_bytes == self._length  # else no two runs are neighbours
 
     def runs(self, pages: PageLists) -> Runs:
         """Of these pages, neighbours merged where there are some. Offsets count from the start of either pool."""
-        rows, count = pages.rows, pages.rows.shape[1]
-        joined = pages.joined() if self._whole and count > 1 else None
-        if joined is None:
-            offsets = rows * self._steps
-            if not self._whole:
-                offsets += self._starts
-            return Runs(offsets[0], offsets[1], repeated(self._length, count))
-        starts = np.concatenate(([0], np.flatnonzero(~joined) + 1))
-        offsets = rows[:, starts] * self._steps
-        return Runs(offsets[0], offsets[1], np.diff(starts, append=count) * self._length)
+        (source_page, destination_page), (source_start, destination_start) = self._pages, self._starts
+        sources, destinations, count = pages.sources, pages.destinations, len(pages.sources)
+        length = repeated(self._length, count)
+        if self._whole and len(pages.joined) * _HARDLY >= max(count, 1):
+            starts = np.delete(np.arange(count), pages.joined)
+            sources, destinations = np.asarray(sources)[starts], np.asarray(destinations)[starts]
+            length = np.diff(starts, append=count) * self._length
+        last, final = pages.highest
+        extent = Extent(
+            last * source_page + source_start + self._length,
+            final * destination_page + destination_start + self._length,
+            self._unit,
+        )
+        return Runs(
+            _offsets(sources, source_page, source_start),
+            _offsets(destinations, destination_page, destination_start),
+            length,
+            extent=extent,
+        )
+
+
+Numbers = list[int] | NDArray[np.int64]
+
+
+def _offsets(pages: Numbers, page_bytes: int, start: int) -> NDArray[np.int64]:
+    if isinstance(pages, list):
+        return np.array([page * page_bytes + start for page in pages], np.int64)
+    return pages * page_bytes + start
 
 
 class PageLists:
     """Source and destination pages of a copy, ordered by destination page, checked.
+
+    `highest` are the highest numbers of either, -1 where there are no pages. `joined` are the places of pages that
+    follow those before them on both sides.
 
     Raises ValueError when the lists differ in length, name a negative page or one destination page twice, or name a
     page that is not among the first `have` of their pool, where these are given: (source, destination).
@@ -116,33 +139,51 @@ class PageLists:
         count = len(source_pages)
         if len(destination_pages) != count:
             raise ValueError(f"{count} source pages cannot be copied to {len(destination_pages)} destination pages")
-        self.rows = np.empty((2, count), np.int64)
-        self.rows[0], self.rows[1] = source_pages, destination_pages
-        self._steps = self.rows[:, :0]  # from each page to the next
-        if count > 1:
-            self.rows = self.rows.take(self.rows[1].argsort(), axis=1)
-            self._steps = self.rows[:, 1:] - self.rows[:, :-1]
-        if count:
-            self._check(have)
+        self.sources: Numbers
+        self.destinations: Numbers
+        self.joined: Numbers
+        if count <= _SHORT:
+            lowest = self._sort(source_pages, destination_pages)
+        else:
+            lowest = self._sort_many(source_pages, destination_pages)
+        if lowest < 0:
+            raise ValueError(f"page numbers must not be negative: {lowest}")
+        if have is not None:
+            for side, highest, pages in zip(("source", "destination"), self.highest, have, strict=True):
+                if highest >= pages:
+                    raise ValueError(f"{side} page {highest} does not exist; the pool has {pages} pages")
 
-    def _check(self, have: tuple[int, int] | None) -> None:
-        sources, destinations = self.rows
-        highest = int(sources.view(np.uint64).max())  # a negative number is a very large one without its sign
-        lowest, last = int(destinations[0]), int(destinations[-1])
-        if highest > _MOST or lowest < 0:
-            raise ValueError(f"page numbers must not be negative: {min(int(sources.min()), lowest)}")
-        if have is not None and (highest >= have[0] or last >= have[1]):
-            side, page, pages = ("source", highest, have[0]) if highest >= have[0] else ("destination", last, have[1])
-            raise ValueError(f"{side} page {page} does not exist; the pool has {pages} pages")
-        steps = self._steps[1]
+    def _sort(self, source_pages: Iterable[Any], destination_pages: Iterable[Any]) -> int:
+        """Returns the lowest number. By the interpreter: numpy's functions, each called once in a while, are not in
+        the cache when a handoff comes."""
+        pairs = sorted(zip(map(int, destination_pages), map(int, source_pages), strict=True))
+        self.destinations, self.sources = [to for to, _ in pairs], [origin for _, origin in pairs]
+        self.joined = []
+        last = before = _NONE
+        for place, (to, origin) in enumerate(pairs):
+            if to == last + 1 and origin == before + 1:
+                self.joined.append(place)
+            elif to == last:
+                raise _twice(to)
+            last, before = to, origin
+        self.highest = max(self.sources, default=-1), last if pairs else -1
+        return min(*self.sources, self.destinations[0]) if pairs else 0
+
+    def _sort_many(self, source_pages: Any, destination_pages: Any) -> int:
+        destinations = np.asarray(destination_pages, np.int64)
+        order = destinations.argsort()
+        sources, destinations = np.asarray(source_pages, np.int64)[order], destinations[order]
+        steps = destinations[1:] - destinations[:-1]
         if np.count_nonzero(steps) != len(steps):
-            raise ValueError(f"destination page {int(destinations[np.flatnonzero(steps == 0)[0]])} is named twice")
+            raise _twice(int(destinations[np.flatnonzero(steps == 0)[0]]))
+        self.sources, self.destinations = sources, destinations
+        self.joined = np.flatnonzero((steps == 1) & (sources[1:] - sources[:-1] == 1)) + 1
+        self.highest = int(sources.max()), int(destinations[-1])
+        return min(int(sources.min()), int(destinations[0]))
 
-    def joined(self) -> NDArray[np.bool_] | None:
-        """Which pages are followed by the next ones on both sides; None when hardly any are, since runs that are all
-        alike are worth more than a few runs less."""
-        follows = (self._steps == 1).all(axis=0)
-        return follows if np.count_nonzero(follows) * _HARDLY >= self.rows.shape[1] else None
+
+def _twice(page: int) -> ValueError:
+    return ValueError(f"destination page {page} is named twice")
 
 
 def page_runs(

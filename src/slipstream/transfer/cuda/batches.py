@@ -36,7 +36,7 @@ class _Attributes(ctypes.Structure):
 
 
 class _Table:
-    """Three columns of words at addresses that are known: asking numpy for an address takes longer than a copy of it."""
+    """Three columns of words at addresses that are known: to ask numpy for one takes longer than to copy a column."""
 
     def __init__(self, room: int) -> None:
         self.columns = np.empty((3, room), np.int64)
@@ -81,11 +81,13 @@ class BatchCopies:
         if table.room < count:
             table = _Table(1 << (count - 1).bit_length())
         try:
-            self._by_lists(table, destinations, sources, sizes, stream)
+            self._by_lists(self._batch, table, destinations, sources, sizes, stream)
         finally:
             self._tables.append(table)
 
-    def _by_lists(self, table: _Table, destinations: Words, sources: Words, sizes: Words, stream: int) -> None:
+    def _by_lists(
+        self, call: Any, table: _Table, destinations: Words, sources: Words, sizes: Words, stream: int
+    ) -> None:
         to, origin, size = table.columns
         count = len(sizes)
         to[:count], origin[:count], size[:count] = destinations, sources, sizes
@@ -94,7 +96,7 @@ class BatchCopies:
         while start < count:
             some = min(most, count - start)
             at = table.at + 8 * start
-            code = self._batch(at, at + row, at + 2 * row, some, *self._behind, stream)
+            code = call(at, at + row, at + 2 * row, some, *self._behind, stream)
             if code != 0:
                 self._fail("cuMemcpyBatchAsync", code)
             start, most = start + some, min(2 * most, MOST_COPIES)

@@ -284,9 +284,7 @@ class Copier:
     def _by_engine(self, source_at: int, destination_at: int, runs: Runs, stream: int) -> None:
         self.device.copy_batch(runs.destination + destination_at, runs.source + source_at, runs.length, stream)
 
-    def _by_kernel(
-        self, copy: Copy, source_at: int, destination_at: int, runs: Runs, seen: Survey, first: int
-    ) -> None:
+    def _by_kernel(self, copy: Copy, source_at: int, destination_at: int, runs: Runs, seen: Survey, first: int) -> None:
         for part in kernel_lists(source_at, destination_at, runs, seen, first):
             slot = self._slot(part.bytes)
             copy.slots.append(slot)

@@ -36,12 +36,16 @@ class Survey(NamedTuple):
 
 
 def survey(runs: Runs, source_bytes: int, destination_bytes: int, second: Executor | None = None) -> Survey:
-    """Checks every run of a batch that is not empty; `second` is a thread to share the work with.
+    """Checks every run of a batch that is not empty, or the extent that is known of it; `second` is a thread to share
+    the work with.
 
     Raises ValueError when columns differ in length, a run is empty or leaves its region; the message names the run.
     """
     length = common_length(runs)
     count = len(runs.length)
+    ends = runs.extent
+    if ends and ends.source_end <= source_bytes and ends.destination_end <= destination_bytes:
+        return Survey(length, min(ends.unit & -ends.unit, 4096), runs.total)
     bits = length or int(np.bitwise_or.reduce(runs.length))
     block = count if second else _BLOCK  # two threads that come back for each block would wait for each other
     arguments = (runs.destination, runs.length, length, destination_bytes, block)

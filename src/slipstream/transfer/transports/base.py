@@ -21,8 +21,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -86,13 +86,24 @@ class Exports(msgspec.Struct, frozen=True, kw_only=True):
     rdma: bool = False  # whether it offers a transport that uses RDMA, and has a device that can carry data
 
 
+class Extent(NamedTuple):
+    """What who made a list of runs has seen of all of them: they are not empty, begin at 0 or later, and end at
+    `source_end` and `destination_end` at the latest; offsets and lengths are multiples of `unit`."""
+
+    source_end: int
+    destination_end: int
+    unit: int
+
+
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Byte runs to copy: columns of equal length, offsets from the start of either region."""
+    """Byte runs to copy: columns of equal length, offsets from the start of either region. `extent` saves a transport
+    a look at each of them, where it is known."""
 
     source: NDArray[np.int64]
     destination: NDArray[np.int64]
     length: NDArray[np.int64]
+    extent: Extent | None = field(default=None, kw_only=True)
 
     @property
     def total(self) -> int:
