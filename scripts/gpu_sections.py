@@ -107,6 +107,11 @@ SECTIONS = (
         (ENGINE, "prompts", "--out", "{out}"),
         (ENGINE, "prompts", "--out", "{out}", "--shapes", "tiny", "--device", "cpu"),
     ),
+    Section(
+        "skewed", "decode steps of 1.5B and 8B with sequences of uneven lengths, graph and loop", 1, "measures", 45,
+        (ENGINE, "skewed", "--out", "{out}"),
+        (ENGINE, "skewed", "--out", "{out}", "--shapes", "tiny", "--device", "cpu"),
+    ),
     transfer("handoff", "handoffs through the whole stack: 1,024, 8,192 tokens, 64 at once", 40, "handoff",
              cpu=TINY_HANDOFF),
     transfer("exposed", "what of a handoff is left behind its prompt's computation", 25, "exposed",

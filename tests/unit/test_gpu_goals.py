@@ -21,7 +21,7 @@ from slipstream.bench.report import TransferRow
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 NAMES = (
     "gpu_figures", "gpu_models", "gpu_servers", "gpu_loads", "gpu_prompts", "gpu_engine", "gpu_serving",
-    "gpu_transfer_goals", "gpu_reference",
+    "gpu_transfer_goals", "gpu_reference", "gpu_skewed",
 )  # fmt: skip
 
 
