@@ -152,3 +152,12 @@ def test_prompts_for_the_reference_have_the_lengths_at_the_edges_and_up_to_the_l
     assert len(lengths) == 50
     assert {1, 16, 17, 512, 513, 2000} <= set(lengths)
     assert max(scripts.gpu_reference.lengths(9, 100)) <= 100
+
+
+def test_figures_of_one_card_have_no_goals_for_two(scripts: SimpleNamespace, tmp_path: Path) -> None:
+    figures = scripts.gpu_figures.Figures(tmp_path, "handoff", one_card=True)
+    figures.add("time", 9.0, "ms", most=1.0, note="best 8")
+    figures.add("different", 1, most=0, everywhere=True)
+    time, different = scripts.gpu_figures.read(tmp_path)
+    assert (time.section, time.verdict, time.note) == ("handoff-one-card", "----", "one card; best 8")
+    assert (different.verdict, different.note) == ("SHORT", "one card")
