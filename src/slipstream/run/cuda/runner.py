@@ -112,7 +112,7 @@ class CudaRunner(Runner):
                 tokens = TritonTokens(max_sequences, model.config.vocab, model.dtype, device)
             self._tokens: TokenOps = tokens or TorchTokens()
             self.sampler = Sampler(max_sequences, model.config.vocab, device, self._draw)
-            self._mixed = MixedInputs(layout.page_tokens, device)
+            self._mixed = MixedInputs(layout.page_tokens, model.config.kv_heads, device)
             sizes = graph_sizes(max_sequences)
             if isinstance(ops, TritonOps) and isinstance(tokens, TritonTokens):  # for a dry run too: it needs most
                 context = max_pages * layout.page_tokens
