@@ -5,9 +5,9 @@
 Each section is a process of its own with a time limit; what no longer fits is left out and said. With `--kind two`,
 sections that need one card run beside each other, one on each, tests beside tests and measurements beside measurements,
 and sections that need two have the machine to themselves. With `--kind one` many of those put two workers on one card:
-what they measure then is the control path, not the link, so their figures have no goals and say so. What a section prints goes to its log; shown are its figures,
-what it says of its progress, and the end of the log when it failed. At the end stands a table of all figures with
-their goals.
+what they measure then is the control path, not the link, so their figures have no goals and say so. What a section
+prints goes to its log; shown are its figures, what it says of its progress, and the end of the log when it failed. At
+the end stands a table of all figures with their goals.
 
 FOLDER gets three files, written after each section, so that whatever cuts this off leaves what was there by then:
 figures.json (all figures), details.tar.gz (logs and JSON of all sections), log.txt (what was printed). `--list` says
