@@ -386,7 +386,7 @@ def measure(run: Run, wanted: list[str], planned: dict[str, float]) -> None:
         say(f"== {name}")
         run.asked, run.shown = [], {}
         try:
-            found = measures[part]() if part in measures else run.rate(float(part))
+            found: dict[str, Any] = measures[part]() if part in measures else run.rate(float(part))
         except Exception as error:  # one part's trouble leaves the others
             found = {"problem": f"{type(error).__name__}: {error}"}
             say(f"-- {name}: {found['problem']}")

@@ -90,6 +90,7 @@ class Server(Served):
         self._ready.wait(READY_S)
         if self.ready_s and self._process.poll() is None:
             self.url = self._found
+            answers(f"{self.url}/health")  # this client's first request makes what all need: 26 ms
         say(f"-- ready after {self.ready_s:.1f} s" if self.url else f"-- NOT ready; see {log.name}")
 
     def _read(self) -> None:

@@ -20,7 +20,7 @@ from slipstream.run.cuda.kernels.shapes import decode_shape
 from slipstream.run.cuda.kernels.twins import TorchOps
 from slipstream.run.cuda.memory import largest_step, step_bytes
 from slipstream.run.cuda.runner import CudaRunner, wants_more
-from slipstream.run.device import GPU_RESERVE_BYTES, pool_pages
+from slipstream.run.device import CONTEXT_BYTES, GPU_RESERVE_BYTES, pool_pages
 from slipstream.run.runner import Runner
 from slipstream.run.sampler import DrawTable
 from slipstream.types import SamplingParams
@@ -276,4 +276,21 @@ def test_room_is_left_for_the_largest_step(monkeypatch: pytest.MonkeyPatch, fold
     left = (100 << 30) - pool_pages(engine, layout, gpu, needed) * layout.page_bytes
     assert needed + GPU_RESERVE_BYTES <= left < needed + GPU_RESERVE_BYTES + layout.page_bytes
     modest = EngineConfig(mem_fraction=0.5)
-    assert pool_pages(modest, layout, gpu, needed) == (50 << 30) // layout.page_bytes
+    assert pool_pages(modest, layout, gpu, needed) == ((50 << 30) - CONTEXT_BYTES) // layout.page_bytes
+
+
+def test_a_worker_gets_its_share_of_a_gpu_whatever_the_other_there_has_taken(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+):
+    layout, gpu = load_model(folder).config.layout(16, "bfloat16"), torch.device("cuda", 0)
+    share = EngineConfig(mem_fraction=0.44)
+    found = []
+    for free in (100, 56, 53):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free << 30, 100 << 30))
+        found.append(pool_pages(share, layout, gpu))
+    assert found == [((44 << 30) - CONTEXT_BYTES) // layout.page_bytes] * 3
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 << 30, 100 << 30))
+    assert pool_pages(share, layout, gpu) == ((20 << 30) - GPU_RESERVE_BYTES) // layout.page_bytes
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 15 << 30)  # weights
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (85 << 30, 100 << 30))
+    assert pool_pages(share, layout, gpu) == ((29 << 30) - CONTEXT_BYTES) // layout.page_bytes

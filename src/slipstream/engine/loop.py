@@ -79,8 +79,10 @@ class EngineLoop:
     """One worker's loop thread, and the turns of others at its core.
 
     `deliver` gets the effects of the core, in order; `on_step` is told of each finished step with its seconds, for
-    metrics; `on_end` of each step that copies wait for, as soon as it is over; `on_failure` is called once when the
-    loop ends by an error. The first is called by whoever has the turn, the others on the loop thread; none may wait.
+    metrics; `on_end` of each step that copies wait for, as soon as it is over; `look` is called when that step has been
+    settled, and again when the next is planned: its copies may have ended by then, and whoever waits for them would
+    have to wake first, which takes as long as a short copy; `on_failure` is called once when the loop ends by an
+    error. The first is called by whoever has the turn, the others on the loop thread; none may wait.
     `failed_events` and `failed_steps` count what raised.
     """
 
@@ -93,6 +95,7 @@ class EngineLoop:
         on_step: Callable[[StepPlan, float], None],
         on_failure: Callable[[BaseException], None],
         on_end: Callable[[Behind], None] = lambda behind: None,
+        look: Callable[[], None] = lambda: None,
     ) -> None:
         self.core = core
         self.inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: the end
@@ -101,6 +104,7 @@ class EngineLoop:
         self._on_step = on_step
         self._on_failure = on_failure
         self._on_end = on_end
+        self._look = look
         self.failed_events = 0
         self.failed_steps = 0
         self._turn = threading.Lock()  # whoever holds it may touch the core and what follows
@@ -163,7 +167,9 @@ class EngineLoop:
         self._receive()
         if self._over:
             return
-        if not plan:
+        if plan:
+            self._deliver(self.core.take_effects())  # what has just been decided does not wait for a plan
+        else:
             self.core.answer_offers()
         while plan and len(self._under_way) < self._runner.depth:
             step = self.core.schedule()
@@ -250,6 +256,7 @@ class EngineLoop:
         except Exception as error:
             failure = error
         self._ended(behind)
+        look = behind is not None and behind.awaited
         with self._turn:
             self._turns += 1
             self._under_way.popleft()
@@ -261,8 +268,12 @@ class EngineLoop:
                 begun, self._finished = max(launched, self._finished), time.perf_counter()
                 self._on_step(plan, self._finished - begun)
             self._deliver(self.core.take_effects())
+            if look:
+                self._look()
             if not self._over:
                 self._take_turn(plan=True)
+        if look:
+            self._look()
 
     def _ended(self, behind: Behind | None) -> None:
         if behind is not None:

@@ -162,6 +162,7 @@ class Worker:
             on_step=self._stepped,
             on_failure=self._failed,
             on_end=agent.ripe,
+            look=agent.look,
         )
         self._copies.attach(agent, team, lambda: runner.collected if isinstance(runner, LeadRunner) else -1)
         names = [opened.device_name, *(other.device for other in self._opened)]

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeGuard
 
 import msgspec
 import numpy as np
@@ -142,9 +142,18 @@ def copies_in_poll(transport: Transport) -> bool:
 def ripen(transports: Iterable[Transport], event: Any) -> None:
     """An event that writes may wait for has happened: tells those transports that want to know, by their `ripe`."""
     for transport in transports:
-        ripe = getattr(transport, "ripe", None)
-        if ripe is not None:
-            ripe(event)
+        if awaits_events(transport):
+            transport.ripe(event)
+
+
+def awaits_events(transport: Transport) -> TypeGuard[AwaitsEvents]:
+    """Whether its writes wait for events on the device, so that it wants to be told of them."""
+    return hasattr(transport, "ripe")
+
+
+class AwaitsEvents(Protocol):
+    def ripe(self, after: Any) -> None:
+        """An event that writes may wait for has happened."""
 
 
 class Transport(Protocol):

@@ -111,6 +111,7 @@ def decode_attention(
     SPAN: tl.constexpr,
     FP8: tl.constexpr,
     TILE: tl.constexpr,
+    AHEAD: tl.constexpr,
     SHARE_BITS: tl.constexpr,
     PLACES: tl.constexpr,
     MEMBERS: tl.constexpr,
@@ -149,12 +150,14 @@ def decode_attention(
     last = tl.minimum(first + each, tiles)
     table = tables + sequence.to(tl.int64) * width
     heads_at = pool + kv_head.to(tl.int64) * head_stride
-    # The pool does not depend on the kernel in front of this one: the first tile is fetched while that ends.
+    # The pool does not depend on the kernel in front of this one: the first tile is fetched while that ends, unless
+    # there are so many programs that those registers are worth more.
     first_token = first * TILE + tl.arange(0, TILE)
     first_known = (first_token < position) & (first < last)
-    first_low, first_high, first_values, first_scale = _fetch(
-        heads_at, table, first_token, first_known, page_stride, HALF, PAGE, SPAN, FP8, qkv.dtype.element_ty
-    )
+    if AHEAD:
+        first_low, first_high, first_values, first_scale = _fetch(
+            heads_at, table, first_token, first_known, page_stride, HALF, PAGE, SPAN, FP8, qkv.dtype.element_ty
+        )
     if PDL:
         gdc_wait()
     if (split > 0) & (first >= tiles):
@@ -215,22 +218,24 @@ def decode_attention(
     top = tl.where(newest, top, float("-inf"))
     total = tl.where(newest, 1.0, 0.0) + tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, DIM], tl.float32) + tl.where(newest, value.to(tl.float32), 0.0)[None, :]
-    top, total, sums = _fold(
-        query_low,
-        query_high,
-        first_low,
-        first_high,
-        first_values,
-        first_scale,
-        first_known,
-        top,
-        total,
-        sums,
-        scale,
-        FP8,
-        PRECISION,
-    )
-    for tile in range(first + 1, last):
+    if AHEAD:
+        top, total, sums = _fold(
+            query_low,
+            query_high,
+            first_low,  # pyright: ignore[reportPossiblyUnboundVariable]
+            first_high,  # pyright: ignore[reportPossiblyUnboundVariable]
+            first_values,  # pyright: ignore[reportPossiblyUnboundVariable]
+            first_scale,  # pyright: ignore[reportPossiblyUnboundVariable]
+            first_known,
+            top,
+            total,
+            sums,
+            scale,
+            FP8,
+            PRECISION,
+        )
+        first += 1
+    for tile in range(first, last):
         token = tile * TILE + tl.arange(0, TILE)
         known = token < position
         low_keys, high_keys, values, key_scale = _fetch(

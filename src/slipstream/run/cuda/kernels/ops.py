@@ -230,14 +230,15 @@ class TritonOps:
         kinds = {self._decode_kind(sequences): sequences for sequences in range(most, 0, -1)}
         return sorted(kinds.values())
 
-    def _decode_kind(self, sequences: int) -> tuple[int, int, int]:
-        """(tokens at a time, warps, stages) of its kernel."""
-        return shapes.decode_shape(sequences * self.pool.layout.kv_heads)[1:]
+    def _decode_kind(self, sequences: int) -> tuple[int, int, int, bool]:
+        """(tokens at a time, warps, stages, whether the first of these are fetched ahead) of its kernel."""
+        splits, tile, warps, stages = shapes.decode_shape(sequences * self.pool.layout.kv_heads)
+        return tile, warps, stages, splits > 1
 
     def _decode_call(self, of_layer: Tensors, qkv: Tensor, out: Tensor, step: DecodeColumns) -> Call:
         layout, sequences = self.pool.layout, qkv.shape[0]
         programs = shapes.decode_programs(sequences, layout.kv_heads)
-        tile, warps, stages = self._decode_kind(sequences)
+        tile, warps, stages, ahead = self._decode_kind(sequences)
         query_gain, key_gain, keys = of_layer.tensors
         columns = step.lengths, step.tables, step.width_at, step.programs, step.parts
         sizes = self._scale, self._norm_eps, self._page_stride, self._head_stride, programs
@@ -253,6 +254,7 @@ class TritonOps:
                 "HALF": layout.head_dim // 2,
                 **self._pages,
                 "TILE": tile,
+                "AHEAD": ahead,
                 "SHARE_BITS": SHARE_BITS,
                 "PLACES": shapes.MOST_SPLITS,
                 "MEMBERS": power_of_two(self._group),
