@@ -114,7 +114,7 @@ def test_the_loop_thread_rehearses_before_the_loop_is_started(fails: bool):
     numbers = EngineConfig(page_tokens=4, chunk_tokens=64, max_sequences=16, max_model_len=64)
     loop = EngineLoop(
         EngineCore(LAYOUT, 65, numbers, ENDS),
-        PoisonedRunner(set(), depth=1),
+        PoisonedRunner(set(), depth=1),  # type: ignore[arg-type]
         deliver=tell,
         on_step=lambda plan, seconds: None,
         on_failure=lambda error: None,
