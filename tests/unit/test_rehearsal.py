@@ -52,7 +52,7 @@ def test_every_kind_of_step_computes_and_touches_no_page_and_no_row(folder: Path
     pool = runner.pool.values.view(PAGES, -1)
     before, seen = pool[1:].clone(), steps_of(runner)
     steps = rehearse(runner, page_tokens=8, max_sequences=rows, max_tokens=most, eos_ids=ENDS)
-    assert steps == len(seen) == 6
+    assert steps == len(seen) == (6 if gpu else 5)
     assert (pool[1:] == before).all()
     for row in range(ROWS):
         with pytest.raises(IndexError, match="is free"):
@@ -60,7 +60,7 @@ def test_every_kind_of_step_computes_and_touches_no_page_and_no_row(folder: Path
     assert max(int(plan.context_lens.max(initial=0)) for plan in seen) <= most
     assert max(plan.sequences for plan in seen) <= rows
     assert all((plan.block_tables == 0).all() for plan in seen)
-    assert [plan.step for plan in seen] == list(range(-6, 0))
+    assert [plan.step for plan in seen] == list(range(-steps, 0))
     assert any((plan.token_ids == FROM_DEVICE).any() for plan in seen) == gpu
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from slipstream.engine.plan import FROM_DEVICE, NewRow, StepOutcome, StepPlan
 from slipstream.types import SamplingParams
 
-CHUNK, TAIL = 40, 7  # tokens of the first piece of a prompt, and of its end
+CHUNK, TAIL = 20, 3  # tokens of the first piece of a prompt, and of its end: few, for a CPU
 
 # What sequences ask for, one each: the most likely token, one of all, one of some, and everything else.
 ASKED = (
@@ -90,7 +90,8 @@ def rehearsal(
 ) -> list[StepPlan]:
     """The steps, in order, with negative numbers, which no other step has.
 
-    `ahead`: a step may hold a token that the one before it draws.
+    `ahead`: a step may hold a token that the one before it draws. Where none may, one token alone is nothing else than
+    one of several.
     """
     chunk = min(CHUNK, max_tokens - 4)
     tail = min(TAIL, max_tokens - chunk - 3)
@@ -101,13 +102,14 @@ def rehearsal(
     others = [(row, 0, tail) for row in range(1, len(asked))]
     last = len(others)  # in the step that these begin in: who wants to know how likely the prompt was
     telling = {last} if asked[-1].prompt_logprobs is not None else set[int]()
-    known = FROM_DEVICE if ahead else 0
-    plans = [
-        step([(0, 0, chunk)], page_tokens, sample=False, new_rows=new[:1]),
-        step([(0, chunk, tail)], page_tokens),
-        step([(0, chunk + tail, 1)], page_tokens, first_token=known),
-        step([(0, chunk + tail + 1, 1), *others], page_tokens, known, new_rows=new[1:], telling=telling),
-        step([(0, chunk + tail + 2, 1), *((row, tail, 1) for row, _, _ in others)], page_tokens),
+    plans = [step([(0, 0, chunk)], page_tokens, sample=False, new_rows=new[:1]), step([(0, chunk, tail)], page_tokens)]
+    at, known = chunk + tail, 0
+    if ahead:
+        plans.append(step([(0, at, 1)], page_tokens, FROM_DEVICE))
+        at, known = at + 1, FROM_DEVICE
+    plans += [
+        step([(0, at, 1), *others], page_tokens, known, new_rows=new[1:], telling=telling),
+        step([(0, at + 1, 1), *((row, tail, 1) for row, _, _ in others)], page_tokens),
         step([], page_tokens, freed_rows=list(range(len(asked)))),
     ]
     return [replace(plan, step=number - len(plans)) for number, plan in enumerate(plans)]
