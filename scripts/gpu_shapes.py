@@ -176,7 +176,7 @@ def decode(shape: str, batch: int, opened: Any, ops: Any) -> None:
 
     from slipstream.run.cuda.inputs import DecodeColumns
     from slipstream.run.cuda.kernels import shapes
-    from slipstream.run.cuda.shares import shared_out
+    from slipstream.run.cuda.kernels.shares import shared_out
 
     config, plain = opened.config, shapes.decode_shape
     width = (config.heads + 2 * config.kv_heads) * config.head_dim

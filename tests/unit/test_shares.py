@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.run.cuda.kernels.shapes import MOST_SPLITS, decode_programs, decode_shape
-from slipstream.run.cuda.shares import NOBODY, SHARE_BITS, parts_of, shared_out
+from slipstream.run.cuda.kernels.shares import NOBODY, SHARE_BITS, parts_of, shared_out
 
 CONTEXTS = st.lists(st.integers(1, 131_072), min_size=1, max_size=256)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from slipstream.engine.plan import IntArray, StepPlan
 from slipstream.run.cuda.kernels.shapes import decode_programs
-from slipstream.run.cuda.shares import NO_SHARES, NOBODY, shared_out
+from slipstream.run.cuda.kernels.shares import NO_SHARES, NOBODY, shared_out
 from slipstream.run.sampler import DRAW_COLUMNS, DrawColumns
 
 ALIGNED = 4

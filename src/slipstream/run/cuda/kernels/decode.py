@@ -4,8 +4,8 @@
 their page, and attends over the earlier tokens, all query heads of one KV head together. While sequences are too few to
 fill the chip, and where one is much longer than others, the earlier tokens are divided among several programs, and the
 last of them to be done merges the shares of all. Each program reads on the device which share of which sequence is its
-own (`run.cuda.shares` decides that for each step) and how long that sequence is, so that a captured CUDA graph stays
-right when lengths and block tables change.
+own (`shares` decides that for each step) and how long that sequence is, so that a captured CUDA graph stays right when
+lengths and block tables change.
 
 The pool of one layer is given by the address of its first key, the strides of a page and a head in elements, and PAGE
 tokens of 2 * HALF numbers each; values lie SPAN elements behind their keys. FP8: the elements are codes (`codes`). The

@@ -20,7 +20,7 @@ from slipstream.run.attention import PagedPool
 from slipstream.run.cuda.inputs import ROW_BLOCK, DecodeColumns, MixedColumns
 from slipstream.run.cuda.kernels import hopper, shapes
 from slipstream.run.cuda.kernels.launches import Call, Prepared, Tensors, current_stream
-from slipstream.run.cuda.shares import SHARE_BITS
+from slipstream.run.cuda.kernels.shares import SHARE_BITS
 from slipstream.run.quantize import CODE
 
 LOG2E = math.log2(math.e)

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.engine.plan import IntArray
 from slipstream.run.cuda.kernels import shapes
 
 SHARE_BITS = 8  # of a program's number: the part's place within its sequence; its sequence stands above
@@ -33,7 +32,7 @@ class Shares(NamedTuple):
 NO_SHARES = Shares(np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int32))  # of a step in which nobody decodes
 
 
-def shared_out(contexts: IntArray, kv_heads: int, size: int) -> Shares:
+def shared_out(contexts: NDArray[np.int64], kv_heads: int, size: int) -> Shares:
     """Those of a step of `size` sequences, of which the first have so many tokens each, the new one included; the
     others, which fill the step up, have one token."""
     tile = shapes.decode_shape(size * kv_heads)[1]
@@ -48,7 +47,7 @@ def shared_out(contexts: IntArray, kv_heads: int, size: int) -> Shares:
     return Shares(programs, parts.astype(np.int32))
 
 
-def parts_of(tiles: IntArray, programs: int) -> IntArray:
+def parts_of(tiles: NDArray[np.int64], programs: int) -> NDArray[np.int64]:
     """Parts of each sequence of so many tiles, at most `programs` together and `shapes.MOST_SPLITS` each, so that the
     longest part is about as short as that allows. `programs` are at least as many as sequences."""
     longest = int(tiles.max())
