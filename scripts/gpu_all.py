@@ -4,9 +4,10 @@
 
 Each section is a process of its own with a time limit; what no longer fits is left out and said. With `--kind two`,
 sections that need one card run beside each other, one on each, tests beside tests and measurements beside measurements,
-and sections that need two have the machine to themselves. What a section prints goes to its log; shown are its figures,
-what it says of its progress, and the end of the log when it failed. At the end stands a table of all figures with
-their goals.
+and sections that need two have the machine to themselves. With `--kind one` many of those put two workers on one card:
+what they measure then is the control path, not the link, so their figures have no goals and say so. What a section
+prints goes to its log; shown are its figures, what it says of its progress, and the end of the log when it failed. At
+the end stands a table of all figures with their goals.
 
 FOLDER gets three files, written after each section, so that whatever cuts this off leaves what was there by then:
 figures.json (all figures), details.tar.gz (logs and JSON of all sections), log.txt (what was printed). `--list` says
@@ -259,7 +260,7 @@ def main() -> int:
     chosen = [by_name[name] for name in arguments.sections] or list(SECTIONS)
     chosen = [section for section in chosen if section.name not in arguments.skip.split(",")]
     if arguments.list:
-        for section in chosen:
+        for section in (section.on(arguments.kind) for section in chosen):
             needs = section.why_not(arguments.kind, arguments.device)
             print(f"{section.name:18} {section.cards} cards, about {section.seconds:4.0f} s: {section.what}", end="")
             print(f" [not here: {needs}]" if needs else "")
@@ -268,7 +269,7 @@ def main() -> int:
     output = Output(arguments.out)
     with tempfile.TemporaryDirectory(prefix="slipstream-gpu-") as work:
         driver = Driver(arguments, output, Path(work))
-        driver.run(chosen)
+        driver.run([section.on(arguments.kind) for section in chosen])
         pack(arguments.out, Path(work), driver.outcomes, driver.left_out)
     figures = [figure for outcome in driver.outcomes for figure in outcome.figures]
     tests = [outcome for outcome in driver.outcomes if outcome.section in ONE_CARD_TESTS]

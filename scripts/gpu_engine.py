@@ -5,9 +5,10 @@
 Steps: tests (of tests/gpu: the engine), bench (`slipstream bench engine`, beside the goals), fp8 and flashinfer (the
 same with a KV cache of one byte a number, and with FlashInfer's prefill attention, beside `bench` where both ran),
 sampling (drawing tokens from logits, microseconds, beside plain torch), prompts (what steps with prompts cost host and
-device with and without prompt graphs, and what capturing these takes). Without a step: all. Results are printed as they
-come; figures with their goals are in FOLDER/figures.jsonl. Shapes of kernels are compared by `gpu_shapes.py`. Needs
-torch, triton and one GPU; `--shapes tiny --device cpu` tries `prompts` without one.
+device with and without prompt graphs, and what capturing these takes), skewed (decode steps of sequences of uneven
+lengths, `gpu_skewed.py`). Without a step: all. Results are printed as they come; figures with their goals are in
+FOLDER/figures.jsonl. Shapes of kernels are compared by `gpu_shapes.py`. Needs torch, triton and one GPU; `--shapes tiny
+--device cpu` tries `prompts` and `skewed` without one.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from typing import Any
 from gpu_figures import Figures
 from gpu_models import graph_us
 from gpu_prompts import prompts
+from gpu_skewed import skewed
 
 ROOT = Path(__file__).resolve().parent.parent
-STEPS = ("tests", "bench", "fp8", "flashinfer", "sampling", "prompts")
+STEPS = ("tests", "bench", "fp8", "flashinfer", "sampling", "prompts", "skewed")
 BENCHES: dict[str, tuple[str, ...]] = {
     "bench": ("--sampled",),
     "fp8": ("--kv-dtype", "fp8"),
@@ -52,7 +54,7 @@ def main() -> int:
     parser.add_argument("steps", nargs="*", metavar="STEP", help=", ".join(STEPS))
     parser.add_argument("--out", type=Path, default=Path("gpu-engine"))
     parser.add_argument("--shapes", default="1.5b,8b")
-    parser.add_argument("--device", default="cuda:0", help="prompts: cpu runs the kernels' twins")
+    parser.add_argument("--device", default="cuda:0", help="prompts, skewed: cpu runs the kernels' twins")
     parser.add_argument("--kernels", action="store_true", help="bench: also what each kernel takes")
     arguments = parser.parse_args()
     unknown = set(arguments.steps) - set(STEPS)
@@ -80,6 +82,9 @@ def run_step(step: str, arguments: argparse.Namespace) -> int:
     if step == "prompts":
         tried = {"tokens": (16, 80), "decodes": (0, 3), "repeats": 1} if arguments.device == "cpu" else {}
         prompts(arguments.shapes, arguments.device, figures, **tried)
+        return 0
+    if step == "skewed":
+        skewed(arguments.shapes, arguments.device, figures, arguments.out)
         return 0
     if step == "sampling":
         sampling()

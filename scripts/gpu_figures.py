@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FILE = "figures.jsonl"
+ONE_CARD = "-one-card"  # behind the names of what is measured there
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,16 @@ class Figure:
 
 
 class Figures:
-    """Those of one section, printed and written as they come."""
+    """Those of one section, printed and written as they come.
 
-    def __init__(self, folder: Path, section: str) -> None:
+    `one_card`: two workers share a card. Then no link between cards is measured, and goals for two do not apply:
+    section and notes say so, and a goal stands only where it is for `everywhere`.
+    """
+
+    def __init__(self, folder: Path, section: str, one_card: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._file, self._section = folder / FILE, section
+        self.one_card = one_card
+        self._file, self._section = folder / FILE, section + ONE_CARD * one_card
 
     def add(
         self,
@@ -64,7 +70,11 @@ class Figures:
         most: float | None = None,
         least: float | None = None,
         note: str = "",
+        everywhere: bool = False,
     ) -> Figure:
+        if self.one_card:
+            note = f"one card; {note}" if note else "one card"
+            most, least = (most, least) if everywhere else (None, None)
         figure = Figure(self._section, name, value, unit, most, least, note)
         print(figure.line(), flush=True)
         with self._file.open("a") as file:

@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpu_figures import Figures
+from gpu_cached import cached
+from gpu_figures import ONE_CARD, Figures
 from gpu_models import SHAPES, prompt
-from gpu_servers import Server, Streamed, say, streamed
+from gpu_servers import Served, Streamed, say, streamed
+from gpu_stories import line
 
 SLO = "ttft=1s,tpot=10ms"
 CLIENT_S = 4.0  # of a load generator: its start, its probes, the last answers
@@ -98,10 +100,10 @@ TINY = (
 class Results:
     """What was measured, by part; written whole after each."""
 
-    def __init__(self, folder: Path, budget_s: float) -> None:
+    def __init__(self, folder: Path, budget_s: float, one_card: bool = False) -> None:
         self.folder = folder
         self.parts: dict[str, Any] = {}
-        self.figures = Figures(folder, "serving")
+        self.figures = Figures(folder, "serving", one_card)
         self._requests: dict[str, Any] = {}
         self._end = time.monotonic() + budget_s
         self._began = time.monotonic()
@@ -128,23 +130,32 @@ def loads(value: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @dataclass
 class Run:
-    """One model in one arrangement, served."""
+    """One model in one arrangement, served.
+
+    `asked` are the ids of the requests that a part sent one by one, `shown` those whose timelines it wants printed.
+    """
 
     model: Model
     arrangement: str
-    server: Server
+    server: Served
     results: Results
     seconds: float
     seeds: int
     empty_caches: bool = False
+    asked: list[str] = field(default_factory=list)
+    shown: dict[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        return f"{self.model.name}/{self.arrangement}"
+        return self._named(self.arrangement)
+
+    def _named(self, arrangement: str) -> str:
+        return f"{self.model.name}/{arrangement}" + ONE_CARD * self.results.figures.one_card
 
     def ask(self, ids: list[int], tokens: int) -> Streamed:
         """One request; raises RuntimeError unless it is answered whole."""
-        found = streamed(self.server.url, {"prompt": ids, "max_tokens": tokens})
+        self.asked.append(f"asked-{time.monotonic_ns()}")
+        found = streamed(self.server.url, {"prompt": ids, "max_tokens": tokens}, self.asked[-1])
         if found.problem or len(found.tokens) != tokens:
             raise RuntimeError(f"{len(found.tokens)} of {tokens} tokens came: {found.problem or 'the stream ended'}")
         return found
@@ -156,6 +167,7 @@ class Run:
             began = time.perf_counter()
             firsts.append(round(1e3 * self.ask(prompt(number, min(1024, self.model.long_tokens)), 16).first_s, 2))
             wholes.append(round((time.perf_counter() - began) * 1e3, 2))
+        self.shown = {"first request": self.asked[0], "second request": self.asked[1]}
         say(f"-- {self.name}: first token ms of ten requests: {firsts}; whole answers: {wholes}")
         caches, add = "empty" if self.empty_caches else "filled", self.results.figures.add
         add(f"{self.name} ready, {caches} kernel cache", self.server.ready_s, "s", most=20)
@@ -209,8 +221,8 @@ class Run:
         ).finish()  # fmt: skip
         for row in load.get("rates", []):
             found = row["ttft"]["p50"]
-            colocated = self.results.parts.get(f"{self.model.name}/both/long", {}).get("load", {}).get("rates", [])
-            apart = self.results.parts.get(f"{self.model.name}/apart/long", {}).get("load", {}).get("rates", [])
+            colocated = self.results.parts.get(f"{self._named('both')}/long", {}).get("load", {}).get("rates", [])
+            apart = self.results.parts.get(f"{self._named('apart')}/long", {}).get("load", {}).get("rates", [])
             self.results.figures.add(f"{self.name} TTFT p50, prompt of {self.model.long_tokens}", found, "ms")
             pair = (found, colocated[0]["ttft"]["p50"]) if colocated else None
             if self.arrangement == "both" and apart:
@@ -229,6 +241,8 @@ class Run:
                 seconds.append(round(1e3 * gaps[0], 3))
                 steps.append(round(1e3 * step, 3))
                 late.append(1e3 * (gaps[0] - step))
+        middle = sorted(range(len(late)), key=late.__getitem__)[len(late) // 2]
+        self.shown = {"median exposure": self.asked[middle + 1]}
         say(f"-- {self.name}: second token after {seconds} ms, steps {steps}")
         most = 0.3 if self.model.name == "8b" else None
         self.results.figures.add(
@@ -259,7 +273,13 @@ class Run:
         ratio = statistics.median(fresh) / statistics.median(firsts)
         add(f"{self.name} second turn, first token sooner than unseen", ratio, "x", least=3.0)
         if self.arrangement != "both":
-            add(f"{self.name} second turn, bytes moved / new tokens", statistics.median(moved) / size, "x", most=1.1)
+            add(
+                f"{self.name} second turn, bytes moved / new tokens",
+                statistics.median(moved) / size,
+                "x",
+                most=1.1,
+                everywhere=True,
+            )
         return {"first_token_ms": firsts, "unseen_ms": fresh, "moved_bytes": moved, "new_bytes": size}
 
     def _moved(self) -> float:
@@ -267,12 +287,9 @@ class Run:
 
     def disturbed(self) -> dict[str, Any]:
         """Short requests whose tokens should come evenly, first alone, then beside long prompts."""
-        seconds = min(10.0, self.seconds)
-        tokens, answer, rate = self.model.short
-        short = ["--arrivals", "exact", "--rate", f"{rate:g}", "--input", str(tokens), "--output", str(answer)]
-        short += ["--warmup", str(int(3 * rate)), "--duration", f"{seconds:g}s", "--raw"]
-        alone = self.load("alone", *short, seconds=seconds + 3).finish()
-        beside = self.load("beside", *short, seconds=seconds + 3)
+        seconds = self.streams_s
+        alone = self.streams("alone").finish()
+        beside = self.streams("beside")
         long = self.load(
             "disturbing", "--arrivals", "constant", "--rate", f"{self.model.disturbing_rate:g}", "--warmup", "0",
             "--duration", f"{seconds + 4:g}s", "--input", str(self.model.long_tokens), "--output", "8",
@@ -282,19 +299,34 @@ class Run:
         for name in ("alone", "beside"):
             for row in found[name].get("rates", []):
                 itl = row["itl"]
-                note = f"p50 {itl['p50']:.2f}, p99 {itl['p99']:.2f} ms, about {self._streams(row):.0f} streams"
+                note = f"p50 {itl['p50']:.2f}, p99 {itl['p99']:.2f} ms, about {streams_of(row):.0f} streams"
                 ratio = itl["p99"] / itl["p50"] if itl["p50"] else 0.0
                 most = 1.2 if name == "beside" else None
                 self.results.figures.add(f"{self.name} ITL p99 / p50, {name}", ratio, "x", most=most, note=note)
         return found
 
-    def _streams(self, row: dict[str, Any]) -> float:
-        """Streams under way on average, by Little's law."""
-        return row["sent_per_s"] * row["e2e"]["mean"] / 1e3
+    @property
+    def streams_s(self) -> float:
+        return min(10.0, self.seconds)
+
+    def streams(self, label: str) -> LoadProcess:
+        """The load of streams that are disturbed."""
+        tokens, answer, rate = self.model.short
+        short = ["--arrivals", "exact", "--rate", f"{rate:g}", "--input", str(tokens), "--output", str(answer)]
+        short += ["--warmup", str(int(3 * rate)), "--duration", f"{self.streams_s:g}s", "--raw"]
+        return self.load(label, *short, seconds=self.streams_s + 3)
+
+    def stories(self) -> dict[str, Any]:
+        """Timelines of the requests that were asked one by one; those that are `shown` are printed."""
+        told = {name: self.server.story(name) for name in self.asked}
+        for label, name in self.shown.items():
+            say(f"-- {self.name} {label}: {line(told[name])}")
+        return told
 
 
-def sent_per_s(row: dict[str, Any]) -> float:
-    return row["requests"] / row["window_s"]
+def streams_of(row: dict[str, Any]) -> float:
+    """Streams under way on average, by Little's law."""
+    return row["sent_per_s"] * row["e2e"]["mean"] / 1e3
 
 
 class LoadProcess:
@@ -337,12 +369,14 @@ def parts_of(model: Model, seconds: float, seeds: int) -> dict[str, float]:
         "exposure": (model.repeats + 1) * (0.5 * lone + 0.2),
         "turns": (max(3, model.repeats // 2) + 1) * (lone + 0.5),
         "disturbed": 2 * (min(10.0, seconds) + 9.0),
+        "cached": 2 * (min(10.0, seconds) + 9.0) + 6.0,
     }
 
 
 def measure(run: Run, wanted: list[str], planned: dict[str, float]) -> None:
     measures = {
-        "ready": run.ready, "long": run.long, "exposure": run.exposure, "turns": run.turns, "disturbed": run.disturbed
+        "ready": run.ready, "long": run.long, "exposure": run.exposure, "turns": run.turns, "disturbed": run.disturbed,
+        "cached": lambda: cached(run),
     }  # fmt: skip
     for part in wanted:
         name = f"{run.name}/{part}"
@@ -350,9 +384,12 @@ def measure(run: Run, wanted: list[str], planned: dict[str, float]) -> None:
             say(f"== {name} left out: it takes {planned[part]:.0f} s and {run.results.left_s:.0f} s are left")
             continue
         say(f"== {name}")
+        run.asked, run.shown = [], {}
         try:
-            found = measures[part]() if part in measures else run.rate(float(part))
+            found: dict[str, Any] = measures[part]() if part in measures else run.rate(float(part))
         except Exception as error:  # one part's trouble leaves the others
             found = {"problem": f"{type(error).__name__}: {error}"}
             say(f"-- {name}: {found['problem']}")
+        if run.asked:  # behind the part, so that asking disturbs none of its requests
+            found["timelines"] = run.stories()
         run.results.keep(name, found)

@@ -37,6 +37,7 @@ def model_folder(folder: Path, shape: str, **changes: Any) -> Path:
     (folder / "config.json").write_text(json.dumps({**common, **SHAPES[shape], **changes}))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<s>": 0, "</s>": 1, "<u>": 2, **{letter: i + 3 for i, letter in enumerate(alphabet)}}
+    vocabulary |= {f"<{i}>": i for i in range(len(vocabulary), SHAPES[shape]["vocab_size"])}  # answers have all of them
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

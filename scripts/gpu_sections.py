@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -23,8 +23,9 @@ TINY_HANDOFF = ("--memory", "cpu,cpu", "--handoff=--cases 64x1x3,64x4x2 --layout
 class Section:
     """`run` and `cpu` are arguments of python; {out} is the section's folder, {limit} the seconds that it gets.
 
-    `needs`: packages (one of "a|b"), or "$NAME" for a variable that names a file. `cpu` is empty where there is no way
-    without a GPU.
+    `one_card`: it is of use with two workers that share a card too, by the argument `--one-card`; then it measures the
+    control path, not the link. `needs`: packages (one of "a|b"), or "$NAME" for a variable that names a file. `cpu` is
+    empty where there is no way without a GPU.
     """
 
     name: str
@@ -37,6 +38,8 @@ class Section:
     needs: tuple[str, ...] = ()
     least: int = 2  # of its cards are enough where there are no more
     useful: float = 0.0  # seconds in which it does at least a part; 0: it needs most of its time
+    one_card: bool = False
+    one_card_s: float = 0.0  # `seconds` there; 0: the same
 
     @property
     def at_least(self) -> float:
@@ -47,6 +50,20 @@ class Section:
     def limit(self) -> float:
         """Seconds after which it is ended."""
         return 1.6 * self.seconds + 20
+
+    def on(self, kind: str) -> Section:
+        """What it is on a machine of that kind."""
+        if kind != "one" or not self.one_card:
+            return self
+        return replace(
+            self,
+            cards=1,
+            what=f"{self.what} [one-card variant: two workers share it]",
+            seconds=self.one_card_s or self.seconds,
+            useful=min(self.useful, 0.5 * self.one_card_s),
+            run=(*self.run, "--one-card"),
+            cpu=(*self.cpu, "--one-card") if self.cpu else (),
+        )
 
     def why_not(self, kind: str, device: str) -> str:
         """Why it cannot run on a machine of that kind; empty when it can."""
@@ -74,11 +91,12 @@ def transfer(name: str, what: str, seconds: float, step: str, *more: str, cpu: t
     return Section(name, what, 2, "measures", seconds, (*run, *more), (*run, *cpu) if cpu else (), **rest)
 
 
-def serving(name: str, what: str, seconds: float, only: str) -> Section:
+def serving(name: str, what: str, seconds: float, only: str, one_card_s: float, useful: float = 90.0) -> Section:
     common = (SERVING, "--out", "{out}", "--budget", "{limit}", "--apart={serve}", "--both={serve}")
     run = (*common, "--only", only, "--seconds", "12", "--seeds", "2")
     cpu = (*common, "--tiny", "--only", only.replace("1.5b", "tiny").replace("8b", "tiny"), "--seconds", "3")
-    return Section(name, what, 2, "measures", seconds, run, (*cpu, "--seeds", "1"), useful=90)
+    cpu = (*cpu, "--seeds", "1")
+    return Section(name, what, 2, "measures", seconds, run, cpu, useful=useful, one_card=True, one_card_s=one_card_s)
 
 
 SECTIONS = (
@@ -107,33 +125,42 @@ SECTIONS = (
         (ENGINE, "prompts", "--out", "{out}"),
         (ENGINE, "prompts", "--out", "{out}", "--shapes", "tiny", "--device", "cpu"),
     ),
+    Section(
+        "skewed", "decode steps of 1.5B and 8B with sequences of uneven lengths, graph and loop", 1, "measures", 45,
+        (ENGINE, "skewed", "--out", "{out}"),
+        (ENGINE, "skewed", "--out", "{out}", "--shapes", "tiny", "--device", "cpu"),
+    ),
     transfer("handoff", "handoffs through the whole stack: 1,024, 8,192 tokens, 64 at once", 40, "handoff",
-             cpu=TINY_HANDOFF),
+             cpu=TINY_HANDOFF, one_card=True),
     transfer("exposed", "what of a handoff is left behind its prompt's computation", 25, "exposed",
-             cpu=("--memory", "cpu,cpu")),
-    serving("serving-8b", "8B: ready, loads apart and both, long, exposure, turns, disturbed", 365, "8b"),
+             cpu=("--memory", "cpu,cpu"), one_card=True),
+    serving("serving-8b", "8B: ready, loads apart and both, long, exposure, turns, disturbed", 365, "8b", 100),
+    serving("cached", "8B: streams beside long prompts that are handed over whole and hardly computed", 75,
+            "8b/bare/cached", 75, useful=60),
     Section(
         "reference", "SmolLM2 beside transformers, 50 prompts, float32 and bfloat16", 1, "measures", 70,
         (SERVE, "reference", "--out", "{out}"), needs=("$SMOLLM2",),
     ),
     Section(
         "apart", "SmolLM2: prefill and decode on two cards against one, token for token", 2, "measures", 70,
-        (SERVE, "apart", "--out", "{out}", "--transports", "auto"), needs=("$SMOLLM2",),
+        (SERVE, "apart", "--out", "{out}", "--transports", "auto"), needs=("$SMOLLM2",), one_card=True,
     ),
-    transfer("table", "GB/s of cuda_ipc by page size, both directions, beside the raw copy", 45, "table"),
+    transfer("table", "GB/s of cuda_ipc by page size, both directions, beside the raw copy", 45, "table",
+             one_card=True),
     transfer("peers", "the same beside nixl and mooncake", 180, "peers", "--sizes", "1K,8K,32K,128K,1M,2M",
-             "--engines", "raw,cuda_ipc,mooncake,nixl-best", needs=PACKAGES),
+             "--engines", "raw,cuda_ipc,mooncake,nixl-best", needs=PACKAGES, one_card=True),
     transfer("staged", "shm and tcp with GPU memory", 40, "packages", "--engines", "shm,tcp",
-             cpu=("--memory", "cpu,cpu", "--engines", "shm,tcp")),
+             cpu=("--memory", "cpu,cpu", "--engines", "shm,tcp"), one_card=True),
     transfer("packages", "nixl and mooncake behind slipstream's transports, on GPU memory", 60, "packages",
-             "--engines", "transport-nixl,transport-mooncake", needs=PACKAGES),
+             "--engines", "transport-nixl,transport-mooncake", needs=PACKAGES, one_card=True),
     transfer("paced", "what handoffs at intervals cost loops on either GPU", 25, "paced"),
-    transfer("flight", "64 batches of 16 MiB under way", 15, "flight"),
-    serving("serving-1.5b", "1.5B: ready, loads apart and both, long, exposure, turns", 275, "1.5b/apart,1.5b/both"),
+    transfer("flight", "64 batches of 16 MiB under way", 15, "flight", one_card=True),
+    serving("serving-1.5b", "1.5B: ready, loads apart and both, long, exposure, turns", 275,
+            "1.5b/apart,1.5b/both", 80),
     Section(
         "exposure-chunks", "8B: exposure with chunks of 1,024 tokens, copied behind the next one", 2, "measures", 40,
         (SERVING, "--out", "{out}", "--budget", "{limit}", "--only", "8b/apart/exposure",
-         "--apart=--chunk-tokens 1024 {serve}"),
+         "--apart=--chunk-tokens 1024 {serve}"), one_card=True,
     ),
     transfer("machine", "topo --routes and doctor --active", 40, "machine"),
     Section(
@@ -154,7 +181,7 @@ SECTIONS = (
         "measures", 150,
         (SERVE, "--model", "tiny", "--out", "{out}", "--prompts", "14"),
         (SERVE, "--model", "tiny", "--out", "{out}", "--prompts", "4", "--longest", "60", "--answer", "4",
-         "--device", "cpu", "--transports", "shm"),
+         "--device", "cpu", "--transports", "shm"), one_card=True,
     ),
     transfer("interference", "the same without pauses, by number of programs", 45, "interference"),
     transfer("wakes", "how long sleeping threads take to wake", 20, "wakes", cpu=("--memory", "cpu,cpu")),

@@ -14,6 +14,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from gpu_models import graph_us, opened_model
 
 KINDS = ("qkv", "output", "gate_up", "down", "head")
@@ -146,7 +147,7 @@ def prompts(shape: str, tokens: int, earlier: int, opened: Any, ops: Any) -> Non
         rows=np.zeros(1, dtype=np.int64),
         sample=np.ones(1, dtype=np.bool_),
     )
-    step = MixedInputs(16, torch.device("cuda:0")).fill(plan)
+    step = MixedInputs(16, opened.config.kv_heads, torch.device("cuda:0")).fill(plan)
     width = (config.heads + 2 * config.kv_heads) * config.head_dim
     qkv = torch.randn(tokens, width, dtype=torch.bfloat16, device="cuda:0")
     out = torch.empty(tokens, config.heads * config.head_dim, dtype=torch.bfloat16, device="cuda:0")
@@ -175,6 +176,7 @@ def decode(shape: str, batch: int, opened: Any, ops: Any) -> None:
 
     from slipstream.run.cuda.inputs import DecodeColumns
     from slipstream.run.cuda.kernels import shapes
+    from slipstream.run.cuda.kernels.shares import shared_out
 
     config, plain = opened.config, shapes.decode_shape
     width = (config.heads + 2 * config.kv_heads) * config.head_dim
@@ -183,12 +185,16 @@ def decode(shape: str, batch: int, opened: Any, ops: Any) -> None:
     ints = {"dtype": torch.int32, "device": "cuda:0"}
     lengths = torch.full((batch,), PAGES * 16, **ints)
     tables = torch.randperm(batch * PAGES, **ints) + 1
-    step = DecodeColumns(lengths, lengths, tables, torch.full((1,), PAGES, **ints), lengths)
+    columns = lengths, lengths, tables, torch.full((1,), PAGES, **ints), lengths
     found, now = {}, plain(batch * config.kv_heads)
     for chosen in {now, *decode_shapes(batch * config.kv_heads)}:
         shapes.decode_shape = lambda pairs, chosen=chosen: chosen
+        shares = shared_out(np.full(batch, PAGES * 16), config.kv_heads, batch)
+        step = DecodeColumns(*columns, *(torch.tensor(column, **ints) for column in shares))
         name = "/".join(map(str, chosen))
-        found[name] = graph_us(lambda layer: ops.decode_attention(layer, qkv, out, step), opened.model.layers)
+        found[name] = graph_us(
+            lambda layer, step=step: ops.decode_attention(layer, qkv, out, step), opened.model.layers
+        )
     shapes.decode_shape = plain
     size = batch * PAGES * 16 * opened.layout.token_bytes // opened.layout.layers
     report(f"{shape} batch {batch}, now {'/'.join(map(str, now))}", found, size)

@@ -9,7 +9,8 @@ batches under way), paced and interference (`gpu_interference.py`: handoffs at i
 from pinned memory), kernel (shapes and programs of the copy kernel), engine (copy engine and kernel with batches in
 flight), wakes (`wakes.py`), write (`gpu_write_through.py`). Without a step: all. Results are printed as they come and
 written to FOLDER, figures with their goals to FOLDER/figures.jsonl (`gpu_transfer_goals.py` has these). Needs torch,
-triton, cuda-bindings; two GPUs for most of it. `--memory cpu,cpu` tries the steps that have a CPU way.
+triton, cuda-bindings; two GPUs for most of it. `--memory cpu,cpu` tries the steps that have a CPU way. With one GPU, or
+with `--one-card`, handoffs and tables are those of two processes that share it, and have no goals.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gpu_servers import gpus
 from gpu_transfer_goals import judge
 
 from slipstream.transfer.cuda.plan import CopyCosts
@@ -69,12 +71,16 @@ def main() -> int:
     parser.add_argument("--engines", default="", help="engines of the peers step")
     parser.add_argument("--handoff", default=f"--cases {HANDOFFS}", help="options of the handoff step, in one string")
     parser.add_argument("--memory", default="", help="SOURCE,TARGET of handoffs and tables; cpu,cpu without GPUs")
+    parser.add_argument("--one-card", action="store_true", help="both processes on the first GPU, unless --memory")
     parser.add_argument("--here", action="store_true", help="run one measuring step in this process")
     arguments = parser.parse_args()
     unknown = set(arguments.steps) - set(STEPS)
     if unknown:
         parser.error(f"no such step: {', '.join(sorted(unknown))}; there are {', '.join(STEPS)}")
     arguments.out.mkdir(parents=True, exist_ok=True)
+    arguments.one_card |= not arguments.memory and gpus() == 1
+    if arguments.one_card and not arguments.memory:
+        arguments.memory = "cuda:0,cuda:0"
     if arguments.here:
         {"kernel": kernel, "engine": engine, "staging": staging}[arguments.steps[0]](str(arguments.out))
         return 0
@@ -87,7 +93,7 @@ def main() -> int:
             continue
         began = time.monotonic()
         failed += int(run_step(step, arguments, left) != 0)
-        judge(step, arguments.out)
+        judge(step, arguments.out, arguments.one_card)
         print(f"== {step} took {time.monotonic() - began:.1f} s", flush=True)
     return failed
 
@@ -99,6 +105,8 @@ def run_step(step: str, arguments: argparse.Namespace, left: float) -> int:
     kept += ["--memory", arguments.memory] if arguments.memory else []
     bench += kept
     handoff = [sys.executable, "-m", "slipstream", "bench", "handoff", *kept]
+    if arguments.one_card:  # processes have a card by turns: a kernel that keeps one awake takes turns from the other
+        handoff += ["--asleep"]
     interference = [sys.executable, "scripts/gpu_interference.py", "--out", str(arguments.out)]
     commands = {
         "tests": [

@@ -19,8 +19,11 @@ STAGED_FROM = 128 << 10  # the goal of shm is for pages of this size and more
 PEERS = ("nixl", "mooncake")
 
 
-def judge(step: str, folder: Path) -> None:
-    """Says how the results that a step left compare with the goals; nothing of a step without any."""
+def judge(step: str, folder: Path, one_card: bool = False) -> None:
+    """Says how the results that a step left compare with the goals; nothing of a step without any.
+
+    `one_card`: of two processes that share one, for which there are no goals.
+    """
     read: dict[str, tuple[str, Callable[[Any, Figures], None]]] = {
         "handoff": ("handoff.json", handoff),
         "exposed": ("exposed.json", exposed),
@@ -35,7 +38,7 @@ def judge(step: str, folder: Path) -> None:
         return
     name, judged = read[step]
     path = folder / name
-    figures = Figures(folder, step)
+    figures = Figures(folder, step, one_card)
     if not path.exists():
         figures.add(f"{step}: no results", None)
         return

@@ -82,7 +82,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
     mem_fraction: Annotated[
         float,
-        Meta(gt=0.0, lt=1.0, description="Share of a GPU's memory that weights and KV pool may fill."),
+        Meta(
+            gt=0.0,
+            lt=1.0,
+            description="Share of a GPU's memory that weights and KV pool may fill; workers of one `serve` that share "
+            "a GPU divide it.",
+        ),
     ] = 0.88
     max_model_len: Annotated[
         int, Meta(ge=0, description="Longest prompt plus answer in tokens; 0 is what model and pool allow.")

@@ -222,7 +222,7 @@ def test_flashinfer_attends_like_the_kernels(tmp_path: Path):
         pytest.skip(reason or "its kernels are not compiled")
     tables, rng = shuffled_tables(3, 40, PAGES), np.random.default_rng(1)
     parts = [(0, [5] * 290, 0, tables[0]), (1, [5] * 70, 100, tables[1]), (2, [5] * 2, 15, tables[2])]
-    step = MixedInputs(8, opened.device).fill(make_plan(parts))
+    step = MixedInputs(8, opened.layout.kv_heads, opened.device).fill(make_plan(parts))
     config, layer = opened.model.config, opened.model.layers[1]
     width = (config.heads + 2 * config.kv_heads) * config.head_dim
     qkv = torch.from_numpy(rng.standard_normal((362, width))).to(opened.device, torch.bfloat16)

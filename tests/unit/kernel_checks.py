@@ -12,11 +12,12 @@ import torch
 from tests.unit.tiny_models import make_plan, shuffled_tables
 from torch import Tensor
 
+from slipstream.engine.plan import StepPlan
 from slipstream.model.config import ModelConfig, RopeConfig
 from slipstream.model.layers import Linear, RMSNorm
 from slipstream.model.llama import Llama
 from slipstream.run.attention import PagedPool
-from slipstream.run.cuda.inputs import DecodeInputs, MixedInputs
+from slipstream.run.cuda.inputs import DecodeColumns, DecodeInputs, MixedInputs
 from slipstream.run.cuda.kernels import shapes
 from slipstream.run.cuda.kernels.ops import TritonOps
 from slipstream.run.cuda.kernels.twins import TorchOps
@@ -133,11 +134,16 @@ def check_decode(
     lengths = [1, 17, 64, 65, 190][:sequences]
     tables = shuffled_tables(sequences, 12, 64)
     plan = make_plan([(row, [3], length - 1, tables[row]) for row, length in enumerate(lengths)])
-    inputs = DecodeInputs(8, 12, device)
-    inputs.fill(plan, sequences)
     with decode_shape(None if device.type == "cuda" else (3, 32, 4, 2)):
         both = Twins(random_model(config(**changes), device, dtype), fp8=fp8)
-        _attend(both, inputs.columns.first(sequences), sequences, "decode_attention")
+        _attend(both, decode_columns(both, plan, 12), sequences, "decode_attention")
+
+
+def decode_columns(both: Twins, plan: StepPlan, pages: int) -> DecodeColumns:
+    """What a step of decoding sends; two programs that fill the step up are part of it."""
+    inputs = DecodeInputs(plan.sequences + 2, pages, both.model.config.kv_heads, both.model.device)
+    inputs.fill(plan, plan.sequences)
+    return inputs.columns.first(plan.sequences)
 
 
 @contextmanager
@@ -150,6 +156,16 @@ def decode_shape(chosen: tuple[int, int, int, int] | None) -> Iterator[None]:
         yield
     finally:
         shapes.decode_shape = plain
+
+
+@contextmanager
+def spare_programs(count: int) -> Iterator[None]:
+    plain = shapes.SPARE_PROGRAMS
+    shapes.SPARE_PROGRAMS = count
+    try:
+        yield
+    finally:
+        shapes.SPARE_PROGRAMS = plain
 
 
 def _attend(both: Twins, step: object, tokens: int, name: str) -> None:
@@ -171,22 +187,19 @@ def check_decode_long(device: torch.device, dtype: torch.dtype) -> None:
     """More shares than one round of merging takes."""
     tables = shuffled_tables(2, 70, 160)
     plan = make_plan([(row, [3], length - 1, tables[row]) for row, length in enumerate((1100, 700))])
-    inputs = DecodeInputs(8, 70, device)
-    inputs.fill(plan, 2)
     with decode_shape(None if device.type == "cuda" else (12, 64, 4, 2)):
         both = Twins(random_model(config(layers=2, heads=4, kv_heads=2), device, dtype), pages=160)
-        _attend(both, inputs.columns.first(2), 2, "decode_attention")
+        _attend(both, decode_columns(both, plan, 70), 2, "decode_attention")
 
 
 def check_decode_split(device: torch.device, dtype: torch.dtype) -> None:
-    """Contexts that are not divided."""
-    tables = shuffled_tables(3, 12, 64)
-    plan = make_plan([(row, [3], length - 1, tables[row]) for row, length in enumerate((1, 65, 190))])
-    inputs = DecodeInputs(8, 12, device)
-    inputs.fill(plan, 3)
-    with decode_shape((1, 128, 4, 3)):
-        both = Twins(random_model(config(), device, dtype))
-        _attend(both, inputs.columns.first(3), 3, "decode_attention")
+    """Contexts that are not divided, and long ones that spare programs divide."""
+    for tile, lengths in ((128, (1, 65, 190)), (32, (1, 65, 190, 190, 32, 33, 2))):
+        tables = shuffled_tables(len(lengths), 12, 96)
+        plan = make_plan([(row, [3], length - 1, tables[row]) for row, length in enumerate(lengths)])
+        with decode_shape((1, tile, 4, 2)), spare_programs(6 if tile == 32 else 0):
+            both = Twins(random_model(config(), device, dtype), pages=96)
+            _attend(both, decode_columns(both, plan, 12), len(lengths), "decode_attention")
 
 
 def check_decode_normed(device: torch.device, dtype: torch.dtype) -> None:
@@ -199,7 +212,7 @@ def check_prefill(device: torch.device, dtype: torch.dtype, *, fp8: bool = False
         tables = shuffled_tables(4, 12, 64)
         long = 70 if device.type == "cuda" else 9
         parts = [(0, [5] * 33, 0, tables[0]), (1, [5] * long, 100, tables[1]), (2, [5], 15, tables[2])]
-        step = MixedInputs(16, device).fill(make_plan([*parts, (3, [5] * 16, 16, tables[3])]))
+        step = MixedInputs(16, 2, device).fill(make_plan([*parts, (3, [5] * 16, 16, tables[3])]))
         assert step.decodes == 0
         both.kernels.gathers = False
         _attend(both, step, 33 + long + 1 + 16, "prefill_attention")
@@ -217,7 +230,7 @@ def check_prefill_gathered(device: torch.device, dtype: torch.dtype, *, fp8: boo
         tables = shuffled_tables(4, 14, 64)
         long, longer = (70, 150) if device.type == "cuda" else (9, 66)
         parts = [(0, [5] * 33, 0, tables[0]), (1, [5] * long, 100, tables[1]), (2, [5], 15, tables[2])]
-        step = MixedInputs(16, device).fill(make_plan([*parts, (3, [5] * longer, 16, tables[3])]))
+        step = MixedInputs(16, 2, device).fill(make_plan([*parts, (3, [5] * longer, 16, tables[3])]))
         both.kernels.gathers = True
         _attend(both, step, 33 + long + 1 + longer, "prefill_attention")
 
@@ -246,11 +259,12 @@ def check_step(device: torch.device, dtype: torch.dtype, *, fp8: bool = False) -
             parts = [(row, [5], 40 + row, tables[row]) for row in range(decodes)]
             parts += [(row, [5] * count, 20 * row, tables[row]) for row, count in enumerate(chunks, decodes)]
             plan = make_plan(parts)
-            step, tokens = MixedInputs(16, device).fill(plan), len(plan.token_ids)
+            tokens = len(plan.token_ids)
             qkv = both.noise(tokens, (shape.heads + 2 * shape.kv_heads) * shape.head_dim)
             outs = [qkv.new_full((tokens, shape.heads * shape.head_dim), 1e4) for _ in range(2)]
             given = [qkv.clone(), qkv.clone()]
             with decode_shape(None if device.type == "cuda" else (2, 32, 4, 2)):
+                step = MixedInputs(16, shape.kv_heads, device).fill(plan)
                 calls = [
                     ops.step_attention(part, out, step)
                     for ops, part, out in zip((both.kernels, both.twins), given, outs, strict=True)

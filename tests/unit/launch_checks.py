@@ -21,6 +21,7 @@ from tests.unit.no_device import STREAM, config, kernels_of, use
 from tests.unit.tiny_models import make_plan
 from torch import Tensor
 
+from slipstream.kv.layout import KVLayout
 from slipstream.run.cuda.inputs import MixedColumns, MixedInputs
 from slipstream.run.cuda.kernels import ops as ops_module
 from slipstream.run.cuda.kernels.ops import TritonOps
@@ -141,12 +142,13 @@ def kept(ops: TritonOps, layers: list[Any], qkv: Tensor, out: Tensor, step: Mixe
         attend(layer)
 
 
-def step_of(decodes: int, chunks: list[int], page_tokens: int, rng: np.random.Generator) -> MixedColumns:
+def step_of(decodes: int, chunks: list[int], layout: KVLayout, rng: np.random.Generator) -> MixedColumns:
+    page_tokens = layout.page_tokens
     counts = [1] * decodes + chunks
     firsts = rng.integers(0, 150, len(counts)).tolist()
     tables = [rng.integers(1, 20, -(-(f + n) // page_tokens)).tolist() for f, n in zip(firsts, counts, strict=True)]
     parts = [(row, [3] * n, firsts[row], tables[row]) for row, n in enumerate(counts)]
-    return MixedInputs(page_tokens, torch.device("cpu")).fill(make_plan(parts))
+    return MixedInputs(page_tokens, layout.kv_heads, torch.device("cpu")).fill(make_plan(parts))
 
 
 SMALL = {"hidden": 64, "intermediate": 96, "vocab": 300, "layers": 4}
@@ -168,7 +170,7 @@ def check(folder: str, case: str) -> int:
     ops.room_laid_out = ops.room_laid_out if room is None else room
     rng, count = np.random.default_rng(1), 0
     for decodes, chunks in STEPS * 2:  # again: all is known then
-        step = step_of(decodes, chunks, ops.pool.layout.page_tokens, rng)
+        step = step_of(decodes, chunks, ops.pool.layout, rng)
         tokens = len(step.token_ids)
         qkv = torch.zeros(tokens, model.layers[0].qkv.weight.shape[0], dtype=torch.bfloat16)
         out = torch.zeros(tokens, model.config.heads * model.config.head_dim, dtype=torch.bfloat16)

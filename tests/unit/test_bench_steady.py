@@ -7,6 +7,7 @@ from collections import deque
 import numpy as np
 import pytest
 
+from slipstream.bench.engine import block_tables
 from slipstream.bench.steady import SteadyLoop
 from slipstream.engine.plan import FROM_DEVICE, StepOutcome, StepPlan
 from slipstream.kv.layout import KVLayout
@@ -65,3 +66,18 @@ def test_all_sequences_decode_in_every_step_that_counts(batch: int) -> None:
 def test_what_ends_the_loop_is_raised() -> None:
     with pytest.raises(RuntimeError, match="no more"):
         loop(Recorder(broken_at=3), 1).measure()
+
+
+def test_sequences_may_differ_in_length() -> None:
+    runner, lengths = Recorder(), [24, 100, 24]
+    pages = sum(-(-SteadyLoop.tokens_each(length, 20, 3) // 4) for length in lengths) + 1
+    SteadyLoop(
+        runner, LAYOUT, pages, batch=3, context=lengths, steps=20, sampling=SamplingParams(temperature=0.0)
+    ).measure()
+    middle = [sorted(plan.context_lens.tolist()) for plan in runner.plans if plan.sequences == 3][10]
+    assert np.abs(np.subtract(middle, sorted(lengths))).max() < 8
+
+
+def test_pages_of_sequences_of_several_lengths_are_their_own() -> None:
+    tables = block_tables(np.array([5, 3, 9, 1, 7]), np.array([4, 9, 1]), 4)
+    assert tables.tolist() == [[5, 0, 0], [3, 9, 1], [7, 0, 0]]

@@ -14,7 +14,7 @@ from tests.unit.test_core_overlap import Overlapped
 from slipstream import wire
 from slipstream.config import EngineConfig
 from slipstream.engine.core import EngineCore
-from slipstream.engine.effects import CopyPages, Effect
+from slipstream.engine.effects import CopyPages, Effect, ToPeer, ToRouter
 from slipstream.engine.loop import EngineLoop
 from slipstream.engine.plan import StepOutcome, StepPlan
 from slipstream.engine.terms import TAIL_BYTES
@@ -244,6 +244,56 @@ def test_the_loop_hands_out_copies_while_their_step_computes_and_tells_of_its_en
     behind, at = ends.get(timeout=PATIENCE_S)
     assert behind is job.behind
     assert at > 0
+    loop.stop()
+    assert failures.empty()
+
+
+def test_copies_that_have_ended_when_their_step_is_settled_are_committed_before_the_next_is_planned() -> None:
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+    failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+    jobs: list[CopyPages] = []
+    queued = threading.Event()
+
+    def deliver(effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case CopyPages(behind=Behind() as behind):
+                    behind.awaited = True
+                    jobs.append(effect)
+                    queued.set()
+                case ToPeer(message=wire.Commit()):
+                    told.put("commit")
+                case ToRouter(message=wire.StepOutput()):
+                    told.put("token")
+
+    def look() -> None:  # as a transfer agent: what has ended is an event for the core
+        if jobs:
+            job = jobs.pop()
+            loop.post(lambda core: core.copies_done(job.peer, job.xfer, len(job.source_pages)))
+
+    class Planning(EngineCore):
+        def schedule(self) -> StepPlan | None:
+            told.put("plan")
+            return super().schedule()
+
+    runner = OrderedRunner()
+    numbers = EngineConfig(page_tokens=4, chunk_tokens=64, max_sequences=4, max_model_len=64)
+    loop = EngineLoop(
+        Planning(LAYOUT, 33, numbers, ()),
+        runner,
+        deliver=deliver,
+        on_step=lambda plan, seconds: None,
+        on_failure=failures.put,
+        look=look,
+    )
+    loop.post(lambda core: core.submit(request(max_tokens=5), "router", "decode"))
+    loop.start()
+    loop.post(lambda core: core.from_destination("decode", grant(1, 7, 8, 9)))
+    assert queued.wait(PATIENCE_S)
+    while not told.empty():
+        told.get()
+    runner.go.release()
+    assert [told.get(timeout=PATIENCE_S) for _ in range(3)] == ["token", "commit", "plan"]
     loop.stop()
     assert failures.empty()
 

@@ -163,6 +163,27 @@ def test_threads_that_submit_while_the_route_ends_hear_of_every_job(
     assert source.done.empty()
 
 
+def test_who_looks_is_told_of_copies_that_have_ended_without_waiting_for_the_mover(
+    sides: tuple[Side, Side, StrictDevice],
+) -> None:
+    source, _, device = sides
+    seen: list[int] = []
+    source.agent._on_done = lambda job, error: seen.append(threading.get_ident())
+
+    def ended_here(number: int) -> bool:
+        device.go.clear()
+        source.agent.submit(CopyJob("D", number, [number], [number + 64]))
+        source.agent.look()
+        assert len(seen) == number
+        device.go.set()
+        end = time.monotonic() + WAIT_S
+        while len(seen) == number and time.monotonic() < end:
+            source.agent.look()
+        return seen[number] == threading.get_ident()
+
+    assert any(ended_here(number) for number in range(40))  # the mover may have been awake for some
+
+
 # ---------------------------------------------------------------------------------------------------- when to look
 
 

@@ -136,3 +136,15 @@ def test_every_section_names_a_script_and_steps_that_exist(scripts: SimpleNamesp
             assert command[0] == "-m" or (SCRIPTS.parent / command[0]).is_file(), command
             assert all("{" not in part for part in section.command(Path("/x"), 60.0, "cuda"))
         assert section.seconds < 420, "more than one call has"
+
+
+def test_sections_that_share_one_card_say_so_and_only_there(scripts: SimpleNamespace) -> None:
+    by_name = {section.name: section for section in scripts.gpu_sections.SECTIONS}
+    for name in ("handoff", "exposed", "table", "peers", "staged", "packages", "apart", "serving-8b", "cached"):
+        section = by_name[name]
+        assert section.on("two") is section
+        alone = section.on("one")
+        assert (alone.cards, alone.run[-1]) == (1, "--one-card")
+        assert "one-card variant" in alone.what
+        assert alone.at_least <= alone.seconds <= section.seconds
+    assert by_name["steps"].on("one") is by_name["steps"]

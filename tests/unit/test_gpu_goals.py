@@ -21,7 +21,7 @@ from slipstream.bench.report import TransferRow
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 NAMES = (
     "gpu_figures", "gpu_models", "gpu_servers", "gpu_loads", "gpu_prompts", "gpu_engine", "gpu_serving",
-    "gpu_transfer_goals", "gpu_reference",
+    "gpu_transfer_goals", "gpu_reference", "gpu_skewed", "gpu_cached", "gpu_stories",
 )  # fmt: skip
 
 
@@ -152,3 +152,49 @@ def test_prompts_for_the_reference_have_the_lengths_at_the_edges_and_up_to_the_l
     assert len(lengths) == 50
     assert {1, 16, 17, 512, 513, 2000} <= set(lengths)
     assert max(scripts.gpu_reference.lengths(9, 100)) <= 100
+
+
+def test_figures_of_one_card_have_no_goals_for_two(scripts: SimpleNamespace, tmp_path: Path) -> None:
+    figures = scripts.gpu_figures.Figures(tmp_path, "handoff", one_card=True)
+    figures.add("time", 9.0, "ms", most=1.0, note="best 8")
+    figures.add("different", 1, most=0, everywhere=True)
+    time, different = scripts.gpu_figures.read(tmp_path)
+    assert (time.section, time.verdict, time.note) == ("handoff-one-card", "----", "one card; best 8")
+    assert (different.verdict, different.note) == ("SHORT", "one card")
+
+
+def test_on_one_card_loads_run_only_by_name(scripts: SimpleNamespace) -> None:
+    parts, usual = ["ready", "4", "long", "exposure", "turns", "disturbed"], scripts.gpu_serving.ON_ONE_CARD
+    chosen = {
+        only: scripts.gpu_serving.selected("8b", only.split("/")[0], parts, only, "", usual)
+        for only in ("apart", "both", "strict", "strict/disturbed", "apart/4")
+    }
+    assert chosen == {
+        "apart": ["ready", "exposure", "turns"],
+        "both": ["ready"],
+        "strict": [],
+        "strict/disturbed": ["disturbed"],
+        "apart/4": ["4"],
+    }
+
+
+def test_a_timeline_is_told_in_a_line_and_its_longest_steps_once(scripts: SimpleNamespace) -> None:
+    step = {"name": "decode_step", "where": "decode-0", "start_s": 0.5, "duration_s": 0.08}
+    event = {"name": "copy_chunk", "where": "prefill-0", "start_s": 0.0012, "duration_s": 0.003}
+    story = {
+        "created": 100.0,
+        "events": [
+            {**event, "attributes": {"bytes": 64}},
+            {**event, "attributes": {"bytes": 32}},
+            {**step, "attributes": {"longest_s": 0.009}},
+        ],
+        "silences": [],
+        "missing": [],
+    }
+    line = scripts.gpu_stories.line(story)
+    assert line.startswith("copy_chunk@prefill-0 1.20+3.00, ")
+    assert line.endswith("decode_step@decode-0 500.00+80.00")
+    assert scripts.gpu_stories.total(story, "copy_chunk", "bytes") == 96
+    later = {**story, "created": 101.0}
+    assert scripts.gpu_cached.longest_steps([story, {**story}, later]) == [9.0, 9.0]
+    assert scripts.gpu_stories.line({"problem": "gone"}) == "gone"

@@ -85,9 +85,19 @@ def test_attention_of_prompts_uses_the_tensor_cores_of_hopper():
 
 def test_attention_of_decoding_compiles_for_hopper():
     scalars = {"partial": "*fp32", "weights": "*fp32", "arrived": "*i32", "lengths": "*i32", "tables": "*i32"}
-    scalars |= {"width_at": "*i32", "scale": "fp32", "eps": "fp32", "splits": "i32"}
-    scalars |= {"page_stride": "i64", "head_stride": "i64"}
-    shape = {"HEADS": 12, "GROUP": 6, "ROWS": 16, "HALF": 64, **PAGES, "TILE": 64, "SPLIT": True, "PLACES": 8}
+    scalars |= {"width_at": "*i32", "scale": "fp32", "eps": "fp32", "programs": "i32"}
+    scalars |= {"programs_at": "*i32", "parts_at": "*i32", "page_stride": "i64", "head_stride": "i64"}
+    shape = {
+        "HEADS": 12,
+        "GROUP": 6,
+        "ROWS": 16,
+        "HALF": 64,
+        **PAGES,
+        "TILE": 64,
+        "AHEAD": True,
+        "SHARE_BITS": 8,
+        "PLACES": 64,
+    }
     shape |= {"MEMBERS": 8, "QK_NORM": False}
     ptx = _ptx("decode_attention", 10, scalars, {**shape, "PRECISION": "tf32", "PDL": True}, 4)
     assert "mma" in ptx

@@ -20,7 +20,7 @@ from slipstream.run.cuda.kernels.shapes import decode_shape
 from slipstream.run.cuda.kernels.twins import TorchOps
 from slipstream.run.cuda.memory import largest_step, step_bytes
 from slipstream.run.cuda.runner import CudaRunner, wants_more
-from slipstream.run.device import GPU_RESERVE_BYTES, pool_pages
+from slipstream.run.device import CONTEXT_BYTES, GPU_RESERVE_BYTES, pool_pages
 from slipstream.run.runner import Runner
 from slipstream.run.sampler import DrawTable
 from slipstream.types import SamplingParams
@@ -233,11 +233,13 @@ def test_only_rows_that_want_their_logits_changed_or_told_need_more_than_a_draw(
 def test_columns_of_steps_arrive_where_kernels_look():
     device = torch.device("cpu")
     parts = [(0, [5], 20, [1, 2, 3]), (1, [6], 3, [4]), (2, [7, 8, 9], 6, [5, 6]), (3, [1], 0, [9])]
-    step = MixedInputs(8, device).fill(make_plan(parts))
+    step = MixedInputs(8, 2, device).fill(make_plan(parts))
     assert step.decodes == 2
     assert step.decode is not None
     assert step.decode.lengths.tolist() == [21, 4]
     assert step.decode.tables.tolist() == [1, 2, 3, 4, 0, 0]
+    assert step.decode.parts.tolist() == [1, 1]
+    assert step.decode.programs[:3].tolist() == [0, 1 << 8, -1]
     assert int(step.decode.width_at[0]) == step.width == 3
     assert step.token_ids.tolist() == [5, 6, 7, 8, 9, 1]
     assert step.pages.tolist() == [5, 5, 6, 9]
@@ -245,7 +247,7 @@ def test_columns_of_steps_arrive_where_kernels_look():
     assert step.query_start.tolist() == [0, 3, 4]
     assert step.lengths.tolist() == [9, 1]
     assert step.longest == 3
-    inputs = DecodeInputs(6, 4, device, spare=9)
+    inputs = DecodeInputs(6, 4, 2, device, spare=9)
     table = DrawTable(2, 50)
     table.set(1, SamplingParams(temperature=0.5, top_k=7, top_p=0.9, min_p=0.25, seed=3))
     how = table.columns(np.array([0, 1]), np.array([21, 4]))
@@ -259,6 +261,8 @@ def test_columns_of_steps_arrive_where_kernels_look():
     assert inputs.how.top_p[:2].tolist() == [1.0, 0.9]
     assert inputs.how.noise[:2].tolist() == how.noise.tolist()
     assert columns.lengths.tolist() == [21, 4, 1, 1]
+    assert columns.parts.tolist() == [1, 1, 1, 1]
+    assert columns.programs[:5].tolist() == [0, 1 << 8, 2 << 8, 3 << 8, -1]
     assert columns.tables[: 4 * 3].tolist() == [1, 2, 3, 4] + [0] * 8
 
 
@@ -272,4 +276,21 @@ def test_room_is_left_for_the_largest_step(monkeypatch: pytest.MonkeyPatch, fold
     left = (100 << 30) - pool_pages(engine, layout, gpu, needed) * layout.page_bytes
     assert needed + GPU_RESERVE_BYTES <= left < needed + GPU_RESERVE_BYTES + layout.page_bytes
     modest = EngineConfig(mem_fraction=0.5)
-    assert pool_pages(modest, layout, gpu, needed) == (50 << 30) // layout.page_bytes
+    assert pool_pages(modest, layout, gpu, needed) == ((50 << 30) - CONTEXT_BYTES) // layout.page_bytes
+
+
+def test_a_worker_gets_its_share_of_a_gpu_whatever_the_other_there_has_taken(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+):
+    layout, gpu = load_model(folder).config.layout(16, "bfloat16"), torch.device("cuda", 0)
+    share = EngineConfig(mem_fraction=0.44)
+    found = []
+    for free in (100, 56, 53):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free << 30, 100 << 30))
+        found.append(pool_pages(share, layout, gpu))
+    assert found == [((44 << 30) - CONTEXT_BYTES) // layout.page_bytes] * 3
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 << 30, 100 << 30))
+    assert pool_pages(share, layout, gpu) == ((20 << 30) - GPU_RESERVE_BYTES) // layout.page_bytes
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 15 << 30)  # weights
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (85 << 30, 100 << 30))
+    assert pool_pages(share, layout, gpu) == ((29 << 30) - CONTEXT_BYTES) // layout.page_bytes

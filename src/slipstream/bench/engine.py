@@ -15,7 +15,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +24,7 @@ from typing import Any
 import click
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
@@ -81,7 +82,8 @@ SHAPES: dict[str, dict[str, Any]] = {  # configs of Qwen2.5-1.5B and Llama-3.1-8
 class StepRow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One kind of step, milliseconds. `limit_ms` is what memory (decode) or the matrix units (prefill) allow.
 
-    Of a decode step `step_ms` is that of the loop, `alone_ms` of one that is waited for before the next is planned.
+    Of a decode step `step_ms` is that of the loop, `alone_ms` of one that is waited for before the next is planned;
+    `context` is the longest, and `tokens` all sequences together where they differ in length.
     """
 
     model: str
@@ -95,6 +97,7 @@ class StepRow(msgspec.Struct, kw_only=True, omit_defaults=True):
     limit_ms: float = 0.0
     clock_mhz: int = 0  # of the multiprocessors, behind the steps of `step_ms`
     power_w: int = 0
+    tokens: int = 0
 
     @property
     def share(self) -> float:
@@ -174,6 +177,14 @@ def fill_pool(memory: Any, layout: KVLayout, dtype: Any) -> None:
         memory.view(dtype).normal_()
 
 
+def block_tables(order: NDArray[np.int64], lengths: NDArray[np.int64], page_tokens: int) -> NDArray[np.int64]:
+    """Pages for sequences of so many tokens, each its own, in that order; padded with page 0."""
+    counts = -(-lengths // page_tokens)
+    tables = np.zeros((len(lengths), int(counts.max())), np.int64)
+    tables[np.arange(tables.shape[1]) < counts[:, None]] = order[: int(counts.sum())]
+    return tables
+
+
 class StepBench:
     """An opened model with its pool, and plans over random pages of it. Used on one thread."""
 
@@ -204,25 +215,29 @@ class StepBench:
         self._order = np.random.default_rng(0).permutation(np.arange(1, self.pages))
 
     def plan(
-        self, batch: int, new: int, context: int, *, first: bool, sampling: SamplingParams | None = None
+        self, batch: int, new: int, context: int | Sequence[int], *, first: bool, sampling: SamplingParams | None = None
     ) -> StepPlan:
-        """`new` tokens of each of `batch` sequences that are `context` tokens long then."""
-        layout, rng = self.opened.layout, np.random.default_rng(1)
-        pages = layout.pages_for(context)
+        """`new` tokens of each of `batch` sequences that are `context` tokens long then, all or each."""
+        rng, lengths = np.random.default_rng(1), np.broadcast_to(np.asarray(context, np.int64), batch).copy()
         return StepPlan(
             step=1,
             token_ids=rng.integers(3, 1000, batch * new),
-            positions=np.tile(np.arange(context - new, context), batch),
+            positions=(lengths[:, None] + np.arange(-new, 0)).reshape(-1),
             query_start=np.arange(batch + 1) * new,
-            context_lens=np.full(batch, context),
-            block_tables=self._order[: batch * pages].reshape(batch, pages),
+            context_lens=lengths,
+            block_tables=block_tables(self._order, lengths, self.opened.layout.page_tokens),
             rows=np.arange(batch),
             sample=np.ones(batch, dtype=np.bool_),
             new_rows=[NewRow(row, sampling or GREEDY, [], [], (), 0) for row in range(batch)] if first else [],
         )
 
     def decode_row(
-        self, batch: int, context: int, copy_tb_s: float, kind: str = "decode", repeats: int = LOOP_STEPS
+        self,
+        batch: int,
+        context: int | Sequence[int],
+        copy_tb_s: float,
+        kind: str = "decode",
+        repeats: int = LOOP_STEPS,
     ) -> StepRow:
         sampling = SAMPLED if kind == "sampled" else GREEDY
         loop = SteadyLoop(
@@ -237,13 +252,15 @@ class StepBench:
         graph.append(self._graph_ms(batch))
         alone, _ = median_ms(lambda: self.runner.execute(plan), 20)
         config, layout = self.opened.config, self.opened.layout
+        tokens, longest = int(plan.context_lens.sum()), int(plan.context_lens.max())
         read = config.parameters - (0 if config.tied else config.vocab * config.hidden)
-        size_bytes = read * self.opened.placement.dtype.itemsize + batch * context * layout.token_bytes
+        size_bytes = read * self.opened.placement.dtype.itemsize + tokens * layout.token_bytes
         return StepRow(
             model=self.name,
             kind=kind,
             batch=batch,
-            context=context,
+            context=longest,
+            tokens=0 if tokens == batch * longest else tokens,
             step_ms=steady.mean_ms,
             step_p90_ms=steady.p90_ms,
             alone_ms=alone,
@@ -253,7 +270,7 @@ class StepBench:
             power_w=power,
         )
 
-    def _begin(self, batch: int, context: int, sampling: SamplingParams, plan: StepPlan) -> None:
+    def _begin(self, batch: int, context: int | Sequence[int], sampling: SamplingParams, plan: StepPlan) -> None:
         self.runner.execute(self.plan(batch, 1, context, first=True, sampling=sampling))
         self.runner.execute(plan)
 

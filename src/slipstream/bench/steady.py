@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -46,7 +47,7 @@ class Steady:
 class SteadyLoop:
     """`batch` sequences of about `context` tokens decode for `steps` steps on `runner`.
 
-    The pool needs room for `tokens_each` tokens of each.
+    `context` is one number for all, or one for each. The pool needs room for `tokens_each` tokens of each.
     """
 
     def __init__(
@@ -56,12 +57,14 @@ class SteadyLoop:
         pages: int,
         *,
         batch: int,
-        context: int,
+        context: int | Sequence[int],
         steps: int,
         sampling: SamplingParams,
     ) -> None:
         self._batch, self._steps = batch, steps
-        self._prompt = max(1, context - steps // 2)
+        each = [context] * batch if isinstance(context, int) else context
+        self._prompts = [max(1, tokens - steps // 2) for tokens in each]
+        assert len(self._prompts) == batch
         answer = steps + batch + 8  # they come a few at a time
         self._sampling = SamplingParams(
             max_tokens=answer,
@@ -74,7 +77,7 @@ class SteadyLoop:
             page_tokens=layout.page_tokens,
             chunk_tokens=512,
             max_sequences=batch,
-            max_model_len=self._prompt + answer + 1,
+            max_model_len=max(self._prompts) + answer + 1,
             prefix_cache=False,
         )
         self._page_tokens = layout.page_tokens
@@ -95,14 +98,14 @@ class SteadyLoop:
 
     def measure(self) -> Steady:
         """Raises what the loop raised, and TimeoutError when the steps do not come."""
-        for number in range(self._batch):
+        for number, prompt in enumerate(self._prompts):
             offer = wire.Offer(
                 xfer=number + 1,
                 request=f"bench-{number}",
                 attempt=0,
-                prompt_len=self._prompt,
+                prompt_len=prompt,
                 block_keys=[],
-                pages_needed=-(-self._prompt // self._page_tokens),
+                pages_needed=-(-prompt // self._page_tokens),
                 max_tokens=self._sampling.max_tokens,
                 priority=0,
             )
@@ -124,7 +127,8 @@ class SteadyLoop:
                 self._loop.post(lambda core, commit=commit: core.from_source(PEER, commit))
 
     def _commit(self, grant: wire.Grant) -> wire.Commit:
-        prompt: list[Any] = np.random.default_rng(grant.xfer).integers(3, 1000, self._prompt).tolist()
+        tokens = self._prompts[grant.xfer - 1]
+        prompt: list[Any] = np.random.default_rng(grant.xfer).integers(3, 1000, tokens).tolist()
         request = Request(id=f"bench-{grant.xfer - 1}", prompt_ids=prompt, sampling=self._sampling, output_ids=[5])
         return wire.Commit(xfer=grant.xfer, generation=grant.generation, request=request, router=PEER, cached_tokens=0)
 

@@ -79,9 +79,12 @@ class EngineLoop:
     """One worker's loop thread, and the turns of others at its core.
 
     `deliver` gets the effects of the core, in order; `on_step` is told of each finished step with its seconds, for
-    metrics; `on_end` of each step that copies wait for, as soon as it is over; `on_failure` is called once when the
-    loop ends by an error. The first is called by whoever has the turn, the others on the loop thread; none may wait.
-    `failed_events` and `failed_steps` count what raised.
+    metrics; `on_end` of each step that copies wait for, as soon as it is over; `look` is called when that step has been
+    settled, and again when the next is planned: its copies may have ended by then, and whoever waits for them would
+    have to wake first, which takes as long as a short copy; `on_failure` is called once when the loop ends by an
+    error. The first is called by whoever has the turn, the others on the loop thread; none may wait.
+    `rehearse` is called on the loop thread before anything else, and has the runner for itself. `failed_events` and
+    `failed_steps` count what raised.
     """
 
     def __init__(
@@ -93,6 +96,8 @@ class EngineLoop:
         on_step: Callable[[StepPlan, float], None],
         on_failure: Callable[[BaseException], None],
         on_end: Callable[[Behind], None] = lambda behind: None,
+        look: Callable[[], None] = lambda: None,
+        rehearse: Callable[[], object] | None = None,
     ) -> None:
         self.core = core
         self.inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: the end
@@ -101,6 +106,9 @@ class EngineLoop:
         self._on_step = on_step
         self._on_failure = on_failure
         self._on_end = on_end
+        self._look = look
+        self._rehearse = rehearse
+        self._rehearsed = threading.Event()
         self.failed_events = 0
         self.failed_steps = 0
         self._turn = threading.Lock()  # whoever holds it may touch the core and what follows
@@ -115,7 +123,9 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="slipstream-loop", daemon=True)
 
     def start(self) -> None:
+        """Returns when the loop thread has rehearsed, and takes what was posted."""
         self._thread.start()
+        self._rehearsed.wait()
 
     def post(self, *events: Event) -> None:
         """Has `event(core)` run for each, here and now where that is possible, else by whoever is at it."""
@@ -163,7 +173,9 @@ class EngineLoop:
         self._receive()
         if self._over:
             return
-        if not plan:
+        if plan:
+            self._deliver(self.core.take_effects())  # what has just been decided does not wait for a plan
+        else:
             self.core.answer_offers()
         while plan and len(self._under_way) < self._runner.depth:
             step = self.core.schedule()
@@ -199,6 +211,7 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
+            self._prepare()
             self._started = True
             self._serve()
             while self._broken is None and (self._under_way or not self._over):
@@ -215,6 +228,16 @@ class EngineLoop:
             self._over = True
             logger.exception("the engine failed; this worker ends")
             self._on_failure(error)
+
+    def _prepare(self) -> None:
+        """A failure here is no request's: if the device is broken the first step will say so."""
+        try:
+            if self._rehearse is not None:
+                self._rehearse()
+        except Exception:
+            logger.warning("the rehearsal before the first request failed; that one may be slow", exc_info=True)
+        finally:
+            self._rehearsed.set()
 
     def _launch(self) -> None:
         """Launches what is planned; sleeps until there is something, when nothing is under way."""
@@ -250,6 +273,7 @@ class EngineLoop:
         except Exception as error:
             failure = error
         self._ended(behind)
+        look = behind is not None and behind.awaited
         with self._turn:
             self._turns += 1
             self._under_way.popleft()
@@ -261,8 +285,12 @@ class EngineLoop:
                 begun, self._finished = max(launched, self._finished), time.perf_counter()
                 self._on_step(plan, self._finished - begun)
             self._deliver(self.core.take_effects())
+            if look:
+                self._look()
             if not self._over:
                 self._take_turn(plan=True)
+        if look:
+            self._look()
 
     def _ended(self, behind: Behind | None) -> None:
         if behind is not None:

@@ -7,8 +7,9 @@
 The engine's core belongs to whichever of them has its turn (engine/loop.py): what the IO thread hears and what the
 mover has finished is seen to there, and the answers leave from there, unless the loop thread is at it.
 
-`start` opens the HTTP port, loads the model, makes the pool and opens the message port; `stop` drains and takes it all
-down. Nothing is process-wide, so that two workers fit in one interpreter.
+`start` opens the HTTP port, loads the model, makes the pool, has steps of every kind computed once
+(engine/rehearsal.py) and opens the message port; `stop` drains and takes it all down. Nothing is process-wide, so that
+two workers fit in one interpreter.
 
 With tensor parallelism this is rank 0, the only one that decides and that others know. The other ranks are processes of
 their own (`ranks.team`), which load at the same time and then follow its plans; when one of them ends, the worker does.
@@ -27,10 +28,12 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import msgspec
 
+from slipstream import garbage
 from slipstream.config import EngineConfig, ObserveConfig, TransferConfig, WorkerConfig
 from slipstream.engine.core import EngineCore
 from slipstream.engine.effects import CopyPages, Effect
@@ -39,6 +42,7 @@ from slipstream.engine.laps import Laps
 from slipstream.engine.loop import EngineLoop, Runner
 from slipstream.engine.metrics import WorkerMetrics
 from slipstream.engine.plan import StepPlan
+from slipstream.engine.rehearsal import rehearse
 from slipstream.engine.server import WorkerServer
 from slipstream.engine.timeline import Watcher
 from slipstream.engine.tracing import WorkerTraces
@@ -73,7 +77,8 @@ class Worker:
     `start` blocks until the worker can serve; it raises SetupError when it cannot (the message says why and what to
     do). `info` is set from then on. `wait` blocks until `stop` is called or the engine fails, and says which. Workers
     of one process that share `neighbours` reach each other's memory directly. `alone` says that the process is this
-    worker's own: it ends with exit code HUNG when the worker hangs.
+    worker's own: what it has when it is ready is set aside from garbage collection (`garbage`), and it ends with exit
+    code HUNG when the worker hangs.
     """
 
     def __init__(
@@ -162,6 +167,15 @@ class Worker:
             on_step=self._stepped,
             on_failure=self._failed,
             on_end=agent.ripe,
+            look=agent.look,
+            rehearse=partial(
+                rehearse,
+                runner,
+                page_tokens=opened.layout.page_tokens,
+                max_sequences=self._engine.max_sequences,
+                max_tokens=min(max_model_len, opened.engine.chunk_tokens),
+                eos_ids=opened.config.eos_ids,
+            ),
         )
         self._copies.attach(agent, team, lambda: runner.collected if isinstance(runner, LeadRunner) else -1)
         names = [opened.device_name, *(other.device for other in self._opened)]
@@ -182,12 +196,16 @@ class Worker:
         self._closing.callback(loop.stop)
         self._closing.callback(server.stop)  # first: links end while the engine and the mover can still answer
         loop.start()
+        laps.lap("rehearsal")
         server.attach(
             self._info, ranks, self._transfer.transport, loop.post, self._take_way,
             oldest_copy=self._copies.oldest, copy_timeout_s=self._engine.step_timeout_s,
         )  # fmt: skip
         if team is not None and team.lost is not None:
             raise team.lost
+        if self._alone:
+            garbage.settled()
+            laps.lap("garbage")
         server.state = "ready"
         guard.start()  # what comes before this may take long
         laps.lap("links")

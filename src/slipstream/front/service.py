@@ -7,11 +7,13 @@ Short texts are encoded at once: that takes less time than going to a thread and
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from slipstream.errors import NoWorkers, SetupError
+from slipstream.errors import NoWorkers, RequestError, SetupError
+from slipstream.front.detokenizer import Detokenizer
 from slipstream.front.tokenizer import Tokenizer, load_tokenizer
 
 INLINE_CHARACTERS = 1000
@@ -21,12 +23,21 @@ Result = TypeVar("Result")
 
 class TokenizerService:
     """`model` and `tokenizer` are names as in EngineConfig; `tokenizer` wins for the words, the model's folder for the
-    recommended sampling. Without a model the name comes later, with `load`. A Tokenizer can be given instead.
+    recommended sampling. Without a model the name comes later, with `load`. A Tokenizer can be given instead. `on_load`
+    is called on the event loop when one has been loaded, before anybody can use it.
 
     `problem` is the reason why there is no tokenizer, "" while none is known.
     """
 
-    def __init__(self, model: str = "", tokenizer: str | Tokenizer = "", *, threads: int = 2) -> None:
+    def __init__(
+        self,
+        model: str = "",
+        tokenizer: str | Tokenizer = "",
+        *,
+        threads: int = 2,
+        on_load: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._on_load = on_load
         self.model = model
         self.problem = ""
         self._name = tokenizer if isinstance(tokenizer, str) else ""
@@ -50,8 +61,9 @@ class TokenizerService:
             return
         loop = asyncio.get_running_loop()
         try:
-            self._tokenizer = await loop.run_in_executor(self._threads, load_tokenizer, self.model or model, self._name)
-            self.problem = ""
+            loaded = await loop.run_in_executor(self._threads, _loaded, self.model or model, self._name)
+            self._on_load()
+            self._tokenizer, self.problem = loaded, ""
         except SetupError as error:
             self.problem = f"the tokenizer cannot be loaded: {error.message}"
             raise
@@ -64,3 +76,15 @@ class TokenizerService:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _loaded(model: str, name: str) -> Tokenizer:
+    """A tokenizer that has done once what requests ask of it, so that none of them waits for what is made then."""
+    tokenizer = load_tokenizer(model, name)
+    text = "Why is the sky blue?"
+    with contextlib.suppress(RequestError):  # a template may refuse these words, or be missing
+        text = tokenizer.render_chat([{"role": "user", "content": text}])
+    words = Detokenizer(tokenizer)
+    words.feed(tokenizer.encode(text))
+    words.finish()
+    return tokenizer

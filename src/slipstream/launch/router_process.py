@@ -1,6 +1,7 @@
 """The router and its HTTP front as a process: the one event loop of `slipstream router`.
 
-It listens at once, also before any worker is there: `/health` then says 503 and why. It never imports torch.
+It listens at once, also before any worker is there: `/health` then says 503 and why. The tokenizer is the last large
+thing that it makes; what it has then is set aside from garbage collection. It never imports torch.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import logging
 import socket
 
+from slipstream import garbage
 from slipstream.config import FrontConfig, ObserveConfig, RouterConfig
 from slipstream.errors import SetupError
 from slipstream.front.app import create_app
@@ -40,9 +42,10 @@ def run_router(
     this router follows another one, whose workers it was given had joined that by themselves.
     """
     raise_open_files()
+    garbage.starting()
     sock = listen(front.host, front.port) if listen_fd is None else socket.socket(fileno=listen_fd)
     sock.setblocking(False)
-    service = TokenizerService(tokenizer=tokenizer)
+    service = TokenizerService(tokenizer=tokenizer, on_load=garbage.settled)
     with asyncio.Runner(loop_factory=_new_loop) as runner:
         runner.run(_run(router, front, observe, sock, service, drain_s, accept_after_s))
 

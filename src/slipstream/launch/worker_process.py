@@ -1,9 +1,9 @@
 """One worker as a process: the main thread of `slipstream worker`.
 
 Before torch is loaded, threads that wait for work are told to sleep instead of spin, because on one machine several
-workers share the cores. Then the worker starts, says how its loading goes, and this thread waits for its end or a
-signal. The first SIGINT or SIGTERM drains, the second ends at once. A worker that hangs ends this process itself, with
-exit code 71 (`lifeline.HUNG`).
+workers share the cores, and the garbage collector to let the start alone. Then the worker starts, says how its loading
+goes, and this thread waits for its end or a signal. The first SIGINT or SIGTERM drains, the second ends at once. A
+worker that hangs ends this process itself, with exit code 71 (`lifeline.HUNG`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import FrameType
 from rich import progress
 from rich.console import Console
 
-from slipstream import outlet
+from slipstream import garbage, outlet
 from slipstream.config import EngineConfig, ObserveConfig, TransferConfig, WorkerConfig
 from slipstream.launch.limits import raise_open_files
 
@@ -50,6 +50,7 @@ def run_worker(
     signal.signal(signal.SIGINT, _end_now)
     signal.signal(signal.SIGTERM, _end_now)
 
+    garbage.starting()
     from slipstream.engine.worker import Worker  # loads torch
     from slipstream.ranks.team import RankLost
 

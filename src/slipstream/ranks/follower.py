@@ -32,7 +32,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from slipstream import logs
+from slipstream import garbage, logs
 from slipstream.engine.plan import StepOutcome
 from slipstream.errors import PeerLost, SlipstreamError
 from slipstream.lifeline import die_with_parent
@@ -100,6 +100,7 @@ def main(argument: str) -> int:
 
 
 def _work(begin: Begin, channel: Channel, fds: Inherited) -> int:
+    garbage.starting()
     from slipstream.run.engine_model import open_model
     from slipstream.transfer.agent import TransferAgent
     from slipstream.transfer.job import CopyJob, ProbeMemory
@@ -134,6 +135,7 @@ def _work(begin: Begin, channel: Channel, fds: Inherited) -> int:
         runner = opened.runner(pool.region, begin.engine.max_sequences)
         io = CallThread(channel, RankHere(agent))
         io.start()
+        garbage.settled()
         channel.send(Ready(agent.exports()))
         ring = RingReader(fds.ring, begin.rank - 1, begin.size - 1)
         threading.Thread(target=show_life, args=(ring, io, agent.pulse), name="slipstream-beat", daemon=True).start()

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CPU_POOL_TOKENS = 32768  # default of a CPU worker, when memory allows
 CPU_POOL_SHARE = 0.25  # of free memory, at most: several workers share a machine
+CONTEXT_BYTES = 512 << 20  # what a process takes of a GPU besides its tensors
 GPU_RESERVE_BYTES = 1 << 30  # left for compiled code, graphs and the runtime's own needs
 CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}  # of one step, unless told: what keeps a device busy
 MIXED_CHUNK_TOKENS = {"cuda": 512}  # of one in which others decode: about 12 ms of a model of 8 billion parameters
@@ -113,9 +114,9 @@ def free_bytes(device: torch.device) -> int | None:
 def pool_pages(engine: EngineConfig, layout: KVLayout, device: torch.device, step_bytes: int = 0) -> int:
     """Pages of the KV pool, one scratch page included; asked for when the weights are already in memory.
 
-    `kv_tokens` is obeyed when given. Otherwise a GPU gives what `mem_fraction` of its memory leaves, but always leaves
-    `step_bytes` for the activations of steps, and a CPU a modest pool: room for a whole context and for
-    CPU_POOL_TOKENS, within CPU_POOL_SHARE of free memory.
+    `kv_tokens` is obeyed when given. Otherwise a GPU gives what this worker may fill, `mem_fraction` of its memory,
+    less what it has taken, as far as others have left that much; `step_bytes` stay free for the activations of steps.
+    A CPU gives a modest pool: room for a whole context and for CPU_POOL_TOKENS, within CPU_POOL_SHARE of free memory.
 
     Raises PoolTooSmall when not even one page of tokens fits.
     """
@@ -124,8 +125,8 @@ def pool_pages(engine: EngineConfig, layout: KVLayout, device: torch.device, ste
     free = free_bytes(device)
     if device.type == "cuda":
         total = torch.cuda.mem_get_info(device)[1]
-        room = int((free or 0) - max((1.0 - engine.mem_fraction) * total, step_bytes + GPU_RESERVE_BYTES))
-        pages = room // layout.page_bytes
+        ours = engine.mem_fraction * total - torch.cuda.memory_reserved(device) - CONTEXT_BYTES
+        pages = int(min(ours, (free or 0) - step_bytes - GPU_RESERVE_BYTES)) // layout.page_bytes
     else:
         pages = layout.pages_for(max(CPU_POOL_TOKENS, engine.max_model_len)) + 1
         if free is not None:

@@ -185,7 +185,7 @@ class OpenedModel:
                     prompt_rows=self.prompt_rows,
                 )
                 runner.settle(wanted)
-                runner.warm_up(max_pages)
+                runner.warm_up(max_pages, self.engine.chunk_tokens)
                 return runner
             logger.warning("steps run in plain torch, many times slower than with kernels: %s", reason)
         return Runner(self.model, self.layout, memory, max_sequences, threads=self.placement.threads)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from slipstream.errors import PeerLost
-from slipstream.transfer.transports.base import Remote, Runs, Transport
+from slipstream.transfer.transports.base import Remote, Runs, Transport, awaits_events
 from slipstream.transfer.transports.bell import Bell
 
 logger = logging.getLogger(__name__)
@@ -98,6 +98,12 @@ class Mover:
         written, self._written = self._written, set()
         for name in written:
             self._collect(self._transports[name])
+
+    def look(self) -> bool:
+        """Hears of what has ended on transports that are told of events (`ripe`) and have tickets under way; True."""
+        for name in {name for name, _ in self._writes if awaits_events(self._transports[name])}:
+            self._collect(self._transports[name])
+        return True
 
     def _collect(self, transport: Transport) -> None:
         for completion in transport.poll():

@@ -83,7 +83,7 @@ def _compiled(config: ModelConfig, pool: PagedPool) -> bool:
 def _faster(ops: TritonOps, model: Llama) -> str:
     """Times both on the same prompt, leaves the faster in `ops`, and says so."""
     layer, config, layout = model.layers[0], model.config, ops.pool.layout
-    step = MixedInputs(layout.page_tokens, ops.pool.device).fill(
+    step = MixedInputs(layout.page_tokens, layout.kv_heads, ops.pool.device).fill(
         scratch_prompt(TRIED_TOKENS, layout.pages_for(TRIED_TOKENS))
     )
     width = (config.heads + 2 * config.kv_heads) * config.head_dim

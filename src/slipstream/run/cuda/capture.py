@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -25,15 +26,28 @@ def captured(compute: Callable[[], object], pool: Any) -> Callable[[], None]:
     Three things spoil a capture from another thread in any mode. Nobody works on the captured stream but this thread.
     All streams here are created non-blocking, so that work on the legacy default stream has no order to it. And nobody
     waits for the whole device but who makes a runner, and who frees memory (`torch.cuda.empty_cache` of a dry run, the
-    end of a pool): two runners of one device are made one after the other.
+    end of a pool): two runners of one device are made one after the other. And nothing is collected meanwhile: graphs
+    of a runner that is gone would be destroyed then, by this thread, which is one of the calls that are refused.
     """
     graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-    try:
-        compute()
-    except BaseException:
-        with suppress(RuntimeError):  # a stream that is still captured would fail all that follow
-            graph.capture_end()
-        raise
-    graph.capture_end()
+    with _nothing_collected():
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            compute()
+        except BaseException:
+            with suppress(RuntimeError):  # a stream that is still captured would fail all that follow
+                graph.capture_end()
+            raise
+        graph.capture_end()
     return graph.replay
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

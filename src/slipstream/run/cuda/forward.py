@@ -63,15 +63,18 @@ def decode(model: Llama, ops: Ops, step: DecodeColumns, scratch: Scratch) -> Non
         logits.copy_(model.gathered(part))
 
 
-def mixed(model: Llama, ops: Ops, step: MixedColumns) -> Tensor:
-    """The residual stream [tokens, hidden] behind the last layer: the final norm is left to those who need a row."""
+def mixed(model: Llama, ops: Ops, step: MixedColumns, layers: int | None = None) -> Tensor:
+    """The residual stream [tokens, hidden] behind the last layer: the final norm is left to those who need a row.
+
+    `layers`: only the first so many are computed, for trying what all of them need.
+    """
     config = model.config
     tokens, decodes = len(step.token_ids), step.decodes
     x = model.embedding.index_select(0, step.token_ids)
     qkv = x.new_empty(tokens, (config.heads + 2 * config.kv_heads) * config.head_dim)
     attended = x.new_empty(tokens, config.heads * config.head_dim)
     activated = x.new_empty(tokens, config.intermediate)
-    for layer in model.layers:
+    for layer in model.layers[:layers]:
         ops.project(x, layer.qkv, qkv, layer.input_norm)
         if step.decode is not None:
             ops.decode_attention(layer, qkv[:decodes], attended[:decodes], step.decode)

@@ -49,7 +49,7 @@ class DecodeGraphs:
     ) -> None:
         self.sizes = sizes
         self._model, self._ops, self._tokens, self._last = model, ops, tokens, last
-        self._inputs = DecodeInputs(most, max_pages, model.device, spare=len(last) - 1)
+        self._inputs = DecodeInputs(most, max_pages, model.config.kv_heads, model.device, spare=len(last) - 1)
         self._scratch = Scratch(model, most)
         self._chosen = torch.empty(most, dtype=torch.int64, device=model.device)
         self._replay: dict[int, Callable[[], None]] = {}

@@ -12,6 +12,7 @@ two that take turns. The device's is one: its stream brings the next step's numb
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.engine.plan import IntArray, StepPlan
+from slipstream.run.cuda.kernels.shapes import decode_programs
+from slipstream.run.cuda.kernels.shares import NO_SHARES, NOBODY, shared_out
 from slipstream.run.sampler import DRAW_COLUMNS, DrawColumns
 
 ALIGNED = 4
@@ -52,33 +55,43 @@ class StagedInts:
 
 @dataclass(frozen=True, slots=True)
 class DecodeColumns:
-    """One new token a sequence. `width_at` [1] holds the width of `tables` [sequences, width], flat."""
+    """One new token a sequence. `width_at` [1] holds the width of `tables` [sequences, width], flat.
+
+    `programs` and `parts` [sequences] are how attention is divided, as in `shares.Shares`.
+    """
 
     token_ids: Tensor  # [sequences]; negative: the last token of the row, until `TokenOps.feed` has put it there
     lengths: Tensor  # [sequences], the new token included
     tables: Tensor
     width_at: Tensor
     rows: Tensor  # [sequences]
+    programs: Tensor
+    parts: Tensor
 
     def first(self, sequences: int) -> DecodeColumns:
         some = self.token_ids[:sequences], self.lengths[:sequences], self.tables, self.width_at
-        return DecodeColumns(*some, self.rows[:sequences])
+        return DecodeColumns(*some, self.rows[:sequences], self.programs, self.parts[:sequences])
 
 
 class DecodeInputs:
     """The columns of decode steps of up to `sequences` sequences and `max_pages` pages each, at fixed addresses.
 
     `columns` and `how` are on the device. Sequences that fill a step up to a size of a graph have the row `spare`.
+    Until the first plan there is nothing for any program to do.
     """
 
-    def __init__(self, sequences: int, max_pages: int, device: torch.device, spare: int = 0) -> None:
+    def __init__(self, sequences: int, max_pages: int, kv_heads: int, device: torch.device, spare: int = 0) -> None:
         self.room = room = aligned(sequences)
-        self.spare = spare
-        self._tables_at = ALIGNED + 10 * room
+        self.spare, self._kv_heads = spare, kv_heads
+        programs = aligned(max(decode_programs(size, kv_heads) for size in range(1, sequences + 1)))
+        self._programs_at = ALIGNED + 11 * room
+        self._tables_at = self._programs_at + programs
         self._staged = StagedInts(self._tables_at + aligned(sequences * max_pages), device)
         ints = self._staged.device
-        ids, lengths, rows, *settings = ints[ALIGNED : self._tables_at].split([room] * 6 + [2 * room] * 2)
-        self.columns = DecodeColumns(ids, lengths, ints[self._tables_at :], ints[:1], rows)
+        parts_of_ints = ints[ALIGNED : self._tables_at].split([room] * 6 + [2 * room] * 2 + [room, programs])
+        ids, lengths, rows, *settings, parts, own = parts_of_ints
+        own.fill_(NOBODY)
+        self.columns = DecodeColumns(ids, lengths, ints[self._tables_at :], ints[:1], rows, own, parts)
         self.how = DrawColumns(*(part.view(kind) for part, kind in zip(settings, DRAW_KINDS, strict=True)))
 
     def fill(self, plan: StepPlan, size: int, how: DrawColumns | None = None) -> None:
@@ -94,7 +107,10 @@ class DecodeInputs:
             start = ALIGNED + number * room
             host[start : start + count] = column
             host[start + count : start + size] = filling
-        settings = host[ALIGNED + 3 * room : self._tables_at]
+        shares = shared_out(plan.context_lens, self._kv_heads, size)
+        host[self._programs_at - room : self._programs_at - room + size] = shares.parts
+        host[self._programs_at : self._programs_at + len(shares.programs)] = shares.programs
+        settings = host[ALIGNED + 3 * room : self._programs_at - room]
         settings[:size] = 0  # temperatures, as float32
         if how is not None:
             for name, kind, start in zip(DRAW_COLUMNS, HOST_KINDS, (0, 1, 2, 3, 5), strict=True):
@@ -138,8 +154,9 @@ class MixedColumns:
 class MixedInputs:
     """The columns of any step. The buffers grow when a step needs more than the largest before it."""
 
-    def __init__(self, page_tokens: int, device: torch.device) -> None:
+    def __init__(self, page_tokens: int, kv_heads: int, device: torch.device) -> None:
         self.page_tokens, self.device = page_tokens, device
+        self._kv_heads = kv_heads
         self._staged = StagedInts(1 << 12, device)
 
     def fill(self, plan: StepPlan, room: int = 0) -> MixedColumns:
@@ -152,12 +169,14 @@ class MixedInputs:
         positions = plan.positions[decodes:]
         contexts = plan.context_lens[decodes:]
         ends = np.cumsum(-(-contexts // ROW_BLOCK) * ROW_BLOCK)
-        columns: list[IntArray] = [
+        shares = shared_out(plan.context_lens[:decodes], self._kv_heads, decodes) if decodes else NO_SHARES
+        columns: list[NDArray[Any]] = [
             np.concatenate([plan.token_ids, np.zeros(max(0, room - len(plan.token_ids)), dtype=np.int64)]),
             np.array([width]),
             plan.context_lens[:decodes],
             plan.block_tables[:decodes].reshape(-1),
             plan.rows[:decodes],
+            *shares,
             positions,
             plan.block_tables[sequence, positions // self.page_tokens],
             plan.query_start[decodes:] - decodes,
@@ -165,8 +184,9 @@ class MixedInputs:
             np.concatenate([[0], ends[:-1]]) if len(ends) else ends,
             plan.block_tables[decodes:].reshape(-1),
         ]
-        ids, width_at, decode_lengths, decode_tables, rows, *chunks = self._send(columns)
-        decode = DecodeColumns(ids[:decodes], decode_lengths, decode_tables, width_at, rows) if decodes else None
+        ids, width_at, decode_lengths, decode_tables, rows, programs, parts, *chunks = self._send(columns)
+        some = decode_lengths, decode_tables, width_at, rows, programs, parts
+        decode = DecodeColumns(ids[:decodes], *some) if decodes else None
         return MixedColumns(
             ids,
             decode,
@@ -179,7 +199,7 @@ class MixedInputs:
             chunks=HostChunks(plan.query_start[decodes:] - decodes, contexts, plan.block_tables[decodes:]),
         )
 
-    def _send(self, columns: list[IntArray]) -> list[Tensor]:
+    def _send(self, columns: list[NDArray[Any]]) -> list[Tensor]:
         starts = np.cumsum([0] + [aligned(len(column)) for column in columns])
         if starts[-1] > self._staged.capacity:
             self._staged = StagedInts(2 * int(starts[-1]), self.device)

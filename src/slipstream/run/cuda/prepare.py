@@ -121,7 +121,8 @@ def _done(kernel: Any) -> Any:
 def _prompts(ops: TritonOps, model: Llama, layer: DecoderLayer, *, paged: bool) -> None:
     """Attention of prompts; `paged`: also where sequences are too long to be laid out."""
     layout = ops.pool.layout
-    step = MixedInputs(layout.page_tokens, model.device).fill(scratch_prompt(PROMPT, layout.pages_for(PROMPT)))
+    inputs = MixedInputs(layout.page_tokens, layout.kv_heads, model.device)
+    step = inputs.fill(scratch_prompt(PROMPT, layout.pages_for(PROMPT)))
     qkv = torch.empty(PROMPT, layer.qkv.weight.shape[0], dtype=model.dtype, device=model.device)
     out = qkv.new_empty(PROMPT, model.config.heads * model.config.head_dim)
     ops.prefill_attention(layer, qkv, out, step)
@@ -132,7 +133,7 @@ def _prompts(ops: TritonOps, model: Llama, layer: DecoderLayer, *, paged: bool) 
 def _decode_attention(ops: TritonOps, model: Llama, layer: DecoderLayer, sequences: int) -> None:
     qkv = torch.empty(sequences, layer.qkv.weight.shape[0], dtype=model.dtype, device=model.device)
     ints = torch.ones(sequences, dtype=torch.int32, device=model.device)
-    step = DecodeColumns(token_ids=ints, lengths=ints, tables=ints, width_at=ints[:1], rows=ints)
+    step = DecodeColumns(ints, ints, ints, ints[:1], ints, ints, ints)
     ops.decode_attention(layer, qkv, qkv.new_empty(sequences, model.config.heads * model.config.head_dim), step)
 
 

@@ -42,6 +42,9 @@ from slipstream.types import Logprob, SamplingParams
 logger = logging.getLogger(__name__)
 
 WARM_LENGTHS = (40, 2048)  # prompts that are computed once at start: one for each shape of the prefill kernel
+LARGER_LENGTHS = (3072, 4096, 6144)  # of which one layer is: cuBLAS has other kernels for other sizes, which are loaded
+# when they are first launched, and the buffers that grow with a step have grown
+PINNED_ALIKE = 8  # columns of one size that are on their way to the device or back at the same time
 
 
 def why_not(model: Llama, layout: KVLayout) -> str:
@@ -112,7 +115,7 @@ class CudaRunner(Runner):
                 tokens = TritonTokens(max_sequences, model.config.vocab, model.dtype, device)
             self._tokens: TokenOps = tokens or TorchTokens()
             self.sampler = Sampler(max_sequences, model.config.vocab, device, self._draw)
-            self._mixed = MixedInputs(layout.page_tokens, device)
+            self._mixed = MixedInputs(layout.page_tokens, model.config.kv_heads, device)
             sizes = graph_sizes(max_sequences)
             if isinstance(ops, TritonOps) and isinstance(tokens, TritonTokens):  # for a dry run too: it needs most
                 context = max_pages * layout.page_tokens
@@ -131,8 +134,9 @@ class CudaRunner(Runner):
             self.attention = settle(wanted, self._ops, self.model)
             self._sync()
 
-    def warm_up(self, max_pages: int) -> None:
-        """Computes prompts in the scratch page, so that nothing is compiled when the first request comes."""
+    def warm_up(self, max_pages: int, chunk_tokens: int = 0) -> None:
+        """Computes prompts in the scratch page, so that nothing is compiled, loaded or allocated when the first request
+        comes: of up to `chunk_tokens` tokens, the most that a step may hold of them."""
         with torch.inference_mode(), self._on_stream():
             beyond = [max(self._pieces.sizes) + 1] if self._pieces.sizes else []
             for length in (*WARM_LENGTHS, *beyond):
@@ -140,6 +144,24 @@ class CudaRunner(Runner):
                     logits = self._logits(self._forward(scratch_prompt(length, self.layout.pages_for(length)))[-1:])
                     self._draw(logits, self.sampler.table.columns(np.zeros(1, dtype=np.int64), np.array([length])))
                     self._sync()
+            for length in sorted({*LARGER_LENGTHS, chunk_tokens}):
+                if max(WARM_LENGTHS) < length <= min(chunk_tokens, max_pages * self.layout.page_tokens):
+                    plan = scratch_prompt(length, self.layout.pages_for(length))
+                    mixed(self.model, self._ops, self._mixed.fill(plan), layers=1)
+                    self._sync()
+            self._pin()
+
+    def _pin(self) -> None:
+        """Has torch pin the host memory in which a step's small columns travel, of every size that there may be: it
+        keeps what it has pinned, and pinning may wait for the device."""
+        if self.model.device.type != "cuda":
+            return
+        size, sizes = 1, list[int]()
+        while size < 2 * len(self._special):
+            sizes.append(size)
+            size *= 2
+        pinned = [torch.empty(size, dtype=torch.int64, pin_memory=True) for size in sizes for _ in range(PINNED_ALIKE)]
+        del pinned
 
     def launch(self, plan: StepPlan) -> None:
         """Gives the device a step; whatever that raises, `collect` raises."""

@@ -57,6 +57,9 @@ UNMEASURED = CopyCosts(
 )
 """For pools too small to measure with: of the order of two GPUs joined by NVLink. Only a choice of way hangs on it."""
 
+KERNEL_ONLY = CopyCosts(0.0, 0.0, 1.0, 1.0, 1.0)
+ENGINE_ONLY = CopyCosts(1.0, 1.0, 0.0, 0.0, 0.0)
+
 _FIRST_RUNS = 1 << 11  # runs of the first launch of a batch; while it runs, the list of the next is made, four times
 _LAUNCH_RUNS = 1 << 19  # as long, and so on up to this
 _MOST_RUNS = 1 << 20  # of a launch behind others, whose list is made while they run
@@ -338,6 +341,19 @@ class Copier:
             longest = length or PIECE_BYTES
             self._launch(Launch(address, address, address, 0, length, longest), self._lanes[0].stream, self.settings)
 
+    def rehearse(self, scratch_at: int, scratch_bytes: int) -> None:
+        """Copies garbage within `scratch_bytes` by every way, on every stream, behind an event, and waits: a stream
+        gets what it needs of the GPU when it is first used, and so does each way of copying."""
+        half, count = scratch_bytes // 2, 2
+        each = min(4096, half // count)
+        lanes = (*self._lanes, self._engine_lane, self._waiting_lane)
+        before, copies = self.start(*_batch(scratch_at, half, 1, each, ENGINE_ONLY)), list[Copy]()
+        for lane in lanes:
+            for runs, costs in ((1, ENGINE_ONLY), (count, ENGINE_ONLY), (count, KERNEL_ONLY)):
+                copies.append(self.start(*_batch(scratch_at, half, runs, each, costs), before.event, lane))
+        for copy in (before, *copies):
+            self.wait(copy)
+
     def measure(
         self, source_at: int, source_bytes: int, scratch_at: int, scratch_bytes: int, clock: Callable[[], float]
     ) -> CopyCosts:
@@ -351,15 +367,13 @@ class Copier:
         if each < 16 * small:
             return UNMEASURED
         sizes = Sizes(small=small, many=min(256, scratch_bytes // small), large=few * each, few=few)
-        kernel_only = CopyCosts(0.0, 0.0, 1.0, 1.0, 1.0)
-        engine_only = CopyCosts(1.0, 1.0, 0.0, 0.0, 0.0)
         times = []
         for count, length, costs, time in (
-            (1, small, kernel_only, self._latency),
-            (few, each, kernel_only, self._duration),
-            (1, small, engine_only, self._latency),
-            (sizes.many, small, engine_only, self._latency),
-            (few, each, engine_only, self._duration),
+            (1, small, KERNEL_ONLY, self._latency),
+            (few, each, KERNEL_ONLY, self._duration),
+            (1, small, ENGINE_ONLY, self._latency),
+            (sizes.many, small, ENGINE_ONLY, self._latency),
+            (few, each, ENGINE_ONLY, self._duration),
         ):
             runs = _wrapped(count, length, source_bytes, scratch_bytes)
             seen = survey(runs, source_bytes, scratch_bytes)
@@ -414,6 +428,13 @@ class Copier:
         for address in self._on_device:
             self.device.free(address)
         self._pinned, self._on_device = [], []
+
+
+def _batch(at: int, half: int, count: int, each: int, costs: CopyCosts) -> Batch:
+    """Of `count` runs from the first half of 2 * half bytes to the second."""
+    starts = np.arange(count, dtype=np.int64) * each
+    runs = Runs(starts, starts + half, np.full(count, each, np.int64))
+    return at, at, runs, survey(runs, 2 * half, 2 * half), costs
 
 
 def _rows(runs: Runs, rows: NDArray[np.int64] | slice | None) -> Runs:

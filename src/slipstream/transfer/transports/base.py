@@ -22,7 +22,7 @@ import sys
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeGuard
 
 import msgspec
 import numpy as np
@@ -161,9 +161,18 @@ def copies_in_poll(transport: Transport) -> bool:
 def ripen(transports: Iterable[Transport], event: Any) -> None:
     """An event that writes may wait for has happened: tells those transports that want to know, by their `ripe`."""
     for transport in transports:
-        ripe = getattr(transport, "ripe", None)
-        if ripe is not None:
-            ripe(event)
+        if awaits_events(transport):
+            transport.ripe(event)
+
+
+def awaits_events(transport: Transport) -> TypeGuard[AwaitsEvents]:
+    """Whether its writes wait for events on the device, so that it wants to be told of them."""
+    return hasattr(transport, "ripe")
+
+
+class AwaitsEvents(Protocol):
+    def ripe(self, after: Any) -> None:
+        """An event that writes may wait for has happened."""
 
 
 class Transport(Protocol):

@@ -105,6 +105,7 @@ class CudaIpcTransport:
         self._copier: Copier = copiers(self._device, self._settings)
         try:
             self._copier.prepare(region.address, run_lengths(region.page_bytes))  # no copy waits for a compiler
+            self._copier.rehearse(region.address + self._seal.scratch_offset, self._seal.scratch_bytes)
         except MissingExtra as error:
             self._copier.close()
             raise RouteUnavailable(error.message) from error

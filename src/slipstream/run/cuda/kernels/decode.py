@@ -2,8 +2,9 @@
 
 `decode_attention` takes the raw projections of the step, rotates the query and the new key, writes key and value into
 their page, and attends over the earlier tokens, all query heads of one KV head together. While sequences are too few to
-fill the chip the earlier tokens are divided among several programs, and the last of them to be done merges the shares
-of all. Each program reads on the device how long its sequence is, so that a captured CUDA graph stays right when
+fill the chip, and where one is much longer than others, the earlier tokens are divided among several programs, and the
+last of them to be done merges the shares of all. Each program reads on the device which share of which sequence is its
+own (`shares` decides that for each step) and how long that sequence is, so that a captured CUDA graph stays right when
 lengths and block tables change.
 
 The pool of one layer is given by the address of its first key, the strides of a page and a head in elements, and PAGE
@@ -80,7 +81,7 @@ def _fold(
     return higher, total * fade + tl.sum(share, 1), sums
 
 
-@triton.jit(do_not_specialize=["scale", "splits"])
+@triton.jit(do_not_specialize=["scale", "programs"])
 def decode_attention(
     qkv,
     query_gain,
@@ -95,11 +96,13 @@ def decode_attention(
     lengths,
     tables,
     width_at,
+    programs_at,
+    parts_at,
     scale,
     eps,
     page_stride,
     head_stride,
-    splits,
+    programs,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -108,7 +111,8 @@ def decode_attention(
     SPAN: tl.constexpr,
     FP8: tl.constexpr,
     TILE: tl.constexpr,
-    SPLIT: tl.constexpr,
+    AHEAD: tl.constexpr,
+    SHARE_BITS: tl.constexpr,
     PLACES: tl.constexpr,
     MEMBERS: tl.constexpr,
     QK_NORM: tl.constexpr,
@@ -116,15 +120,20 @@ def decode_attention(
     PDL: tl.constexpr,
 ):
     # qkv [sequences, (HEADS + 2 * KV heads) * DIM]; out [sequences, HEADS * DIM]; scale includes log2(e).
-    # When SPLIT: partial [sequences, HEADS, splits, DIM] and weights [sequences, HEADS, splits], float32, and arrived
-    # [sequences, KV heads], zero before and after; splits is at most PLACES, GROUP at most MEMBERS.
+    # partial [HEADS, programs, DIM] and weights [HEADS, programs], float32, and arrived [sequences, KV heads], zero
+    # before and after, serve sequences of several parts; these are at most PLACES, GROUP is at most MEMBERS.
     DIM: tl.constexpr = 2 * HALF
     KV_HEADS: tl.constexpr = HEADS // GROUP
-    sequence = tl.program_id(0)
+    program = tl.program_id(0)
     kv_head = tl.program_id(1)
-    split = tl.program_id(2)
     if PDL:
         gdc_launch_dependents()
+    own = tl.load(programs_at + program)
+    if own < 0:
+        return
+    sequence = own >> SHARE_BITS
+    split = own & ((1 << SHARE_BITS) - 1)
+    splits = tl.load(parts_at + sequence)
     length = tl.load(lengths + sequence)
     width = tl.load(width_at)
     position = length - 1
@@ -141,10 +150,11 @@ def decode_attention(
     last = tl.minimum(first + each, tiles)
     table = tables + sequence.to(tl.int64) * width
     heads_at = pool + kv_head.to(tl.int64) * head_stride
-    # The pool does not depend on the kernel in front of this one: the first tile is fetched while that ends.
+    # The pool does not depend on the kernel in front of this one: the first tile is fetched while that ends, unless
+    # there are so many programs that those registers are worth more.
     first_token = first * TILE + tl.arange(0, TILE)
     first_known = (first_token < position) & (first < last)
-    if SPLIT:
+    if AHEAD:
         first_low, first_high, first_values, first_scale = _fetch(
             heads_at, table, first_token, first_known, page_stride, HALF, PAGE, SPAN, FP8, qkv.dtype.element_ty
         )
@@ -204,11 +214,11 @@ def decode_attention(
             tl.store(scales, key_power)
             scales = (block + SPAN + PAGE * DIM).to(tl.pointer_type(tl.bfloat16)) + position % PAGE
             tl.store(scales, value_power)
-    own = split == 0
-    top = tl.where(own, top, float("-inf"))
-    total = tl.where(own, 1.0, 0.0) + tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, DIM], tl.float32) + tl.where(own, value.to(tl.float32), 0.0)[None, :]
-    if SPLIT:
+    newest = split == 0
+    top = tl.where(newest, top, float("-inf"))
+    total = tl.where(newest, 1.0, 0.0) + tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, DIM], tl.float32) + tl.where(newest, value.to(tl.float32), 0.0)[None, :]
+    if AHEAD:
         top, total, sums = _fold(
             query_low,
             query_high,
@@ -247,40 +257,45 @@ def decode_attention(
             PRECISION,
         )
     sums = sums / total[:, None]
-    if not SPLIT:
-        at = out + (sequence.to(tl.int64) * HEADS + head)[:, None] * DIM + dim[None, :]
-        tl.store(at, sums.to(out.dtype.element_ty), mask=live[:, None])
+    busy = tl.maximum(tl.cdiv(tiles, tl.maximum(each, 1)), 1)
+    if busy == 1:
+        result = out + (sequence.to(tl.int64) * HEADS + head)[:, None] * DIM + dim[None, :]
+        tl.store(result, sums.to(out.dtype.element_ty), mask=live[:, None])
     else:
-        base = (sequence * HEADS + head) * splits + split
+        base = head * programs + program
         tl.store(weights + base, top + tl.log2(total), mask=live)
         tl.store(partial + base[:, None].to(tl.int64) * DIM + dim[None, :], sums, mask=live[:, None])
         # The last program of a sequence and KV head to arrive merges the shares of all, head by head.
-        busy = tl.maximum(tl.cdiv(tiles, tl.maximum(each, 1)), 1)
         counter = arrived + sequence * KV_HEADS + kv_head
         tl.debug_barrier()
         if tl.atomic_add(counter, 1, sem="acq_rel") == busy - 1:
             tl.store(counter, 0)
-            _merge(partial, weights, out, sequence * HEADS + kv_head * GROUP, busy, splits, GROUP, MEMBERS, PLACES, DIM)
+            first_part = kv_head * GROUP * programs + program - split
+            to = out + (sequence.to(tl.int64) * HEADS + kv_head * GROUP) * DIM
+            if busy <= 8:
+                _merge(partial, weights, to, first_part, busy, programs, GROUP, MEMBERS, 8, DIM)
+            else:
+                _merge(partial, weights, to, first_part, busy, programs, GROUP, MEMBERS, PLACES, DIM)
 
 
 @triton.jit
 def _merge(
     partial,
     weights,
-    out,
-    first_row,
+    to,
+    first_part,
     busy,
-    splits,
+    programs,
     GROUP: tl.constexpr,
     MEMBERS: tl.constexpr,
     PLACES: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    # Shares of GROUP heads were written by other multiprocessors, so none may come from this one's own cache.
+    # `to` [GROUP, DIM]. Shares were written by other multiprocessors, so none may come from this one's own cache.
     member = tl.arange(0, MEMBERS)
     dim = tl.arange(0, DIM)
     live = member < GROUP
-    base = (first_row + member) * splits
+    base = first_part + member * programs
     place = tl.arange(0, PLACES)
     weight = tl.load(
         weights + base[:, None] + place[None, :],
@@ -298,5 +313,5 @@ def _merge(
             share = tl.exp2(tl.load(weights + one, mask=known, other=float("-inf"), cache_modifier=".cg") - top)
             part = partial + one[:, None].to(tl.int64) * DIM + dim[None, :]
             sums += tl.load(part, mask=known[:, None], other=0.0, cache_modifier=".cg") * share[:, None]
-    to = out + (first_row + member)[:, None].to(tl.int64) * DIM + dim[None, :]
-    tl.store(to, (sums / total[:, None]).to(out.dtype.element_ty), mask=live[:, None])
+    at = to + member[:, None] * DIM + dim[None, :]
+    tl.store(at, (sums / total[:, None]).to(to.dtype.element_ty), mask=live[:, None])

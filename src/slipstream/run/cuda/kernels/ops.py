@@ -20,6 +20,7 @@ from slipstream.run.attention import PagedPool
 from slipstream.run.cuda.inputs import ROW_BLOCK, DecodeColumns, MixedColumns
 from slipstream.run.cuda.kernels import hopper, shapes
 from slipstream.run.cuda.kernels.launches import Call, Prepared, Tensors, current_stream
+from slipstream.run.cuda.kernels.shares import SHARE_BITS
 from slipstream.run.quantize import CODE
 
 LOG2E = math.log2(math.e)
@@ -105,7 +106,7 @@ class TritonOps:
         self._pages = {"PAGE": layout.page_tokens, "SPAN": span, "FP8": pool.quantized}
         self._scale = LOG2E / math.sqrt(layout.head_dim)
         self._group = config.heads // config.kv_heads
-        room = max(size * config.heads * shapes.decode_shape(size * layout.kv_heads)[0] for size in range(1, rows + 1))
+        room = config.heads * max(shapes.decode_programs(size, layout.kv_heads) for size in range(1, rows + 1))
         self._norm_eps = config.norm_eps if config.qk_norm else 0.0
         self._of_layers: dict[int, tuple[Tensors, Tensors, Tensors]] = {}
         self.known: dict[Any, Any] = {}  # compiled kernels, of `Prepared`
@@ -229,22 +230,22 @@ class TritonOps:
         kinds = {self._decode_kind(sequences): sequences for sequences in range(most, 0, -1)}
         return sorted(kinds.values())
 
-    def _decode_kind(self, sequences: int) -> tuple[int, int, int, bool, int]:
-        """(tokens at a time, warps, stages, whether contexts are divided, room for shares of one) of its kernel."""
+    def _decode_kind(self, sequences: int) -> tuple[int, int, int, bool]:
+        """(tokens at a time, warps, stages, whether the first of these are fetched ahead) of its kernel."""
         splits, tile, warps, stages = shapes.decode_shape(sequences * self.pool.layout.kv_heads)
-        return tile, warps, stages, splits > 1, 8 if splits <= 8 else shapes.MOST_SPLITS
+        return tile, warps, stages, splits > 1
 
     def _decode_call(self, of_layer: Tensors, qkv: Tensor, out: Tensor, step: DecodeColumns) -> Call:
         layout, sequences = self.pool.layout, qkv.shape[0]
-        splits = shapes.decode_shape(sequences * layout.kv_heads)[0]
-        tile, warps, stages, divided, places = self._decode_kind(sequences)
+        programs = shapes.decode_programs(sequences, layout.kv_heads)
+        tile, warps, stages, ahead = self._decode_kind(sequences)
         query_gain, key_gain, keys = of_layer.tensors
-        columns = step.lengths, step.tables, step.width_at
-        sizes = self._scale, self._norm_eps, self._page_stride, self._head_stride, splits
+        columns = step.lengths, step.tables, step.width_at, step.programs, step.parts
+        sizes = self._scale, self._norm_eps, self._page_stride, self._head_stride, programs
         scratch = self._partial, self._weights, self._arrived
         return Call(
             self.modules["decode"].decode_attention,
-            (sequences, layout.kv_heads, splits),
+            (programs, layout.kv_heads, 1),
             (qkv, query_gain, key_gain, out, *scratch, keys, self.rotary.cos, self.rotary.sin, *columns, *sizes),
             {
                 "HEADS": self.config.heads,
@@ -253,8 +254,9 @@ class TritonOps:
                 "HALF": layout.head_dim // 2,
                 **self._pages,
                 "TILE": tile,
-                "SPLIT": divided,
-                "PLACES": places,
+                "AHEAD": ahead,
+                "SHARE_BITS": SHARE_BITS,
+                "PLACES": shapes.MOST_SPLITS,
                 "MEMBERS": power_of_two(self._group),
                 "QK_NORM": self.config.qk_norm,
                 "PRECISION": self._precision,

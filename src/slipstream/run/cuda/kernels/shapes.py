@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 DECODE_PROGRAMS = 512  # measured on an H200: more splits than fill the chip so far cost more than they hide
+SPARE_PROGRAMS = 256  # for parts of long sequences, where there are so many that each has a program of its own
 MOST_SPLITS = 64
 MOST_ROWS = 64  # of `few_rows`
 LEAST_ROOM = 16  # rows that the kernel is compiled for at least: 8 are hardly faster, and one more to compile
@@ -19,15 +20,18 @@ KINDS_OF_ROWS = (1, LEAST_ROOM, 2 * LEAST_ROOM, MOST_ROWS, MOST_ROWS + 1)
 
 
 def decode_shape(pairs: int) -> tuple[int, int, int, int]:
-    """(programs that share the context of one sequence and KV head, tokens they take at a time, their warps, and
-    stages), for `pairs` of these.
-
-    Depends on nothing else, so that a sequence's numbers do not depend on the lengths of others.
-    """
+    """(programs that share the context of one sequence and KV head when all are of one length, tokens they take at a
+    time, their warps, and stages), for `pairs` of these."""
     if pairs >= 384:
         return 1, 64, 4, 3
     splits = max(2, min(MOST_SPLITS, DECODE_PROGRAMS // pairs))
     return (splits, 128, 4, 3) if pairs <= 32 else (splits, 64, 2, 2)
+
+
+def decode_programs(sequences: int, kv_heads: int) -> int:
+    """Programs a KV head that attention of decoding has for so many sequences, whatever their lengths."""
+    splits = decode_shape(sequences * kv_heads)[0]
+    return sequences * splits if splits > 1 else sequences + -(-SPARE_PROGRAMS // kv_heads)
 
 
 def one_row_shape(outputs: int, inputs: int, gated: bool) -> tuple[int, int, int]:
