@@ -190,7 +190,7 @@ def decode(shape: str, batch: int, opened: Any, ops: Any) -> None:
     for chosen in {now, *decode_shapes(batch * config.kv_heads)}:
         shapes.decode_shape = lambda pairs, chosen=chosen: chosen
         shares = shared_out(np.full(batch, PAGES * 16), config.kv_heads, batch)
-        step = DecodeColumns(*columns, *(torch.tensor(column, **ints) for column in shares))
+        step = DecodeColumns(*columns, torch.tensor(shares.reshape(-1), **ints))
         name = "/".join(map(str, chosen))
         found[name] = graph_us(
             lambda layer, step=step: ops.decode_attention(layer, qkv, out, step), opened.model.layers

@@ -84,9 +84,9 @@ def test_attention_of_prompts_uses_the_tensor_cores_of_hopper():
 
 
 def test_attention_of_decoding_compiles_for_hopper():
-    scalars = {"partial": "*fp32", "weights": "*fp32", "arrived": "*i32", "lengths": "*i32", "tables": "*i32"}
+    scalars = {"partial": "*fp32", "weights": "*fp32", "arrived": "*i32", "tables": "*i32"}
     scalars |= {"width_at": "*i32", "scale": "fp32", "eps": "fp32", "programs": "i32"}
-    scalars |= {"programs_at": "*i32", "parts_at": "*i32", "page_stride": "i64", "head_stride": "i64"}
+    scalars |= {"shares": "*i32", "page_stride": "i64", "head_stride": "i64"}
     shape = {
         "HEADS": 12,
         "GROUP": 6,
@@ -95,7 +95,7 @@ def test_attention_of_decoding_compiles_for_hopper():
         **PAGES,
         "TILE": 64,
         "AHEAD": True,
-        "SHARE_BITS": 8,
+        "SHARE_NUMBERS": 4,
         "PLACES": 64,
     }
     shape |= {"MEMBERS": 8, "QK_NORM": False}

@@ -238,8 +238,7 @@ def test_columns_of_steps_arrive_where_kernels_look():
     assert step.decode is not None
     assert step.decode.lengths.tolist() == [21, 4]
     assert step.decode.tables.tolist() == [1, 2, 3, 4, 0, 0]
-    assert step.decode.parts.tolist() == [1, 1]
-    assert step.decode.programs[:3].tolist() == [0, 1 << 8, -1]
+    assert step.decode.shares[: 3 * 4].tolist() == [0, 0, 1, 21, 1, 0, 1, 4, 0, 0, 0, 0]
     assert int(step.decode.width_at[0]) == step.width == 3
     assert step.token_ids.tolist() == [5, 6, 7, 8, 9, 1]
     assert step.pages.tolist() == [5, 5, 6, 9]
@@ -261,8 +260,7 @@ def test_columns_of_steps_arrive_where_kernels_look():
     assert inputs.how.top_p[:2].tolist() == [1.0, 0.9]
     assert inputs.how.noise[:2].tolist() == how.noise.tolist()
     assert columns.lengths.tolist() == [21, 4, 1, 1]
-    assert columns.parts.tolist() == [1, 1, 1, 1]
-    assert columns.programs[:5].tolist() == [0, 1 << 8, 2 << 8, 3 << 8, -1]
+    assert columns.shares[: 5 * 4].tolist() == [0, 0, 1, 21, 1, 0, 1, 4, 2, 0, 1, 1, 3, 0, 1, 1, 0, 0, 0, 0]
     assert columns.tables[: 4 * 3].tolist() == [1, 2, 3, 4] + [0] * 8
 
 

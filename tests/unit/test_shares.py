@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.run.cuda.kernels.shapes import MOST_SPLITS, decode_programs, decode_shape
-from slipstream.run.cuda.kernels.shares import NOBODY, SHARE_BITS, parts_of, shared_out
+from slipstream.run.cuda.kernels.shares import NUMBERS, parts_of, shared_out
 
 CONTEXTS = st.lists(st.integers(1, 131_072), min_size=1, max_size=256)
 
@@ -16,15 +16,16 @@ CONTEXTS = st.lists(st.integers(1, 131_072), min_size=1, max_size=256)
 @given(contexts=CONTEXTS, filled=st.integers(0, 40), kv_heads=st.sampled_from([1, 2, 4, 8, 32]))
 def test_each_part_of_each_sequence_is_one_programs(contexts: list[int], filled: int, kv_heads: int):
     size = len(contexts) + filled
-    programs, parts = shared_out(np.array(contexts), kv_heads, size)
-    assert len(programs) == decode_programs(size, kv_heads)
-    assert len(parts) == size
-    assert programs.dtype == parts.dtype == np.int32
-    assert parts.min() >= 1
-    assert parts.max() <= MOST_SPLITS < 1 << SHARE_BITS
-    wanted = [sequence << SHARE_BITS | part for sequence, count in enumerate(parts) for part in range(count)]
-    assert programs[: len(wanted)].tolist() == wanted
-    assert (programs[len(wanted) :] == NOBODY).all()
+    shares = shared_out(np.array(contexts), kv_heads, size)
+    assert shares.shape == (decode_programs(size, kv_heads), NUMBERS)
+    assert shares.dtype == np.int32
+    lengths = contexts + [1] * filled
+    parts = dict(shares[shares[:, 3] > 0][:, [0, 2]].tolist())
+    assert sorted(parts) == list(range(size))
+    assert 1 <= min(parts.values()) <= max(parts.values()) <= MOST_SPLITS
+    wanted = [[one, part, parts[one], lengths[one]] for one in range(size) for part in range(parts[one])]
+    assert shares[: len(wanted)].tolist() == wanted
+    assert not shares[len(wanted) :].any()
 
 
 @given(contexts=CONTEXTS, kv_heads=st.sampled_from([2, 8]))
@@ -46,11 +47,13 @@ def fits(tiles: np.ndarray, each: int, room: int) -> bool:
 
 @pytest.mark.parametrize(("count", "kv_heads", "parts"), [(1, 8, 8), (32, 8, 2), (256, 8, 1), (32, 2, 8), (256, 2, 1)])
 def test_sequences_of_one_length_have_as_many_parts_as_fill_the_chip(count: int, kv_heads: int, parts: int):
-    assert shared_out(np.full(count, 1024), kv_heads, count).parts.tolist() == [parts] * count
+    shares = shared_out(np.full(count, 1024), kv_heads, count)
+    assert shares[shares[:, 3] > 0][:, 2].tolist() == [parts] * (count * parts)
 
 
 def test_a_long_context_among_short_ones_is_read_by_many():
     contexts = np.array([300] * 17 + [8192])
-    _, parts = shared_out(contexts, 8, 20)
-    assert parts[17] > 20
-    assert -(-8192 // 64 // parts[17]) <= 6  # tiles that are waited for; two parts would have 64
+    shares = shared_out(contexts, 8, 20)
+    parts = int(shares[shares[:, 0] == 17][0, 2])
+    assert parts > 20
+    assert -(-8192 // 64 // parts) <= 6  # tiles that are waited for; two parts would have 64

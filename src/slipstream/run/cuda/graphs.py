@@ -88,8 +88,6 @@ class DecodeGraphs:
         device = self._model.device
         before = torch.cuda.memory_reserved(device)
         stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-        self._inputs.columns.lengths.fill_(1)
-        self._inputs.columns.width_at.fill_(1)
         torch.cuda.synchronize(device)  # weights have come on another stream
         for size in reversed(self.sizes):
             with torch.cuda.stream(stream):

@@ -21,12 +21,13 @@ from torch import Tensor
 
 from slipstream.engine.plan import IntArray, StepPlan
 from slipstream.run.cuda.kernels.shapes import decode_programs
-from slipstream.run.cuda.kernels.shares import NO_SHARES, NOBODY, shared_out
+from slipstream.run.cuda.kernels.shares import NUMBERS, shared_out
 from slipstream.run.sampler import DRAW_COLUMNS, DrawColumns
 
 ALIGNED = 4
 DRAW_KINDS = (torch.float32, torch.int32, torch.float32, torch.float64, torch.float64)  # of DrawColumns
 HOST_KINDS = (np.float32, np.int32, np.float32, np.float64, np.float64)
+NO_SHARES: NDArray[np.int32] = np.zeros((0, NUMBERS), dtype=np.int32)  # of a step in which nobody decodes
 ROW_BLOCK = 128  # tokens at a multiple of which a sequence begins when sequences are laid out
 
 
@@ -57,7 +58,7 @@ class StagedInts:
 class DecodeColumns:
     """One new token a sequence. `width_at` [1] holds the width of `tables` [sequences, width], flat.
 
-    `programs` and `parts` [sequences] are how attention is divided, as in `shares.Shares`.
+    `shares` [programs * NUMBERS] is how attention is divided, as `shares.shared_out` does it.
     """
 
     token_ids: Tensor  # [sequences]; negative: the last token of the row, until `TokenOps.feed` has put it there
@@ -65,12 +66,11 @@ class DecodeColumns:
     tables: Tensor
     width_at: Tensor
     rows: Tensor  # [sequences]
-    programs: Tensor
-    parts: Tensor
+    shares: Tensor
 
     def first(self, sequences: int) -> DecodeColumns:
         some = self.token_ids[:sequences], self.lengths[:sequences], self.tables, self.width_at
-        return DecodeColumns(*some, self.rows[:sequences], self.programs, self.parts[:sequences])
+        return DecodeColumns(*some, self.rows[:sequences], self.shares)
 
 
 class DecodeInputs:
@@ -83,15 +83,14 @@ class DecodeInputs:
     def __init__(self, sequences: int, max_pages: int, kv_heads: int, device: torch.device, spare: int = 0) -> None:
         self.room = room = aligned(sequences)
         self.spare, self._kv_heads = spare, kv_heads
-        programs = aligned(max(decode_programs(size, kv_heads) for size in range(1, sequences + 1)))
-        self._programs_at = ALIGNED + 11 * room
-        self._tables_at = self._programs_at + programs
+        programs = max(decode_programs(size, kv_heads) for size in range(1, sequences + 1))
+        self._shares_at = ALIGNED + 10 * room
+        self._tables_at = self._shares_at + aligned(NUMBERS * programs)
         self._staged = StagedInts(self._tables_at + aligned(sequences * max_pages), device)
         ints = self._staged.device
-        parts_of_ints = ints[ALIGNED : self._tables_at].split([room] * 6 + [2 * room] * 2 + [room, programs])
-        ids, lengths, rows, *settings, parts, own = parts_of_ints
-        own.fill_(NOBODY)
-        self.columns = DecodeColumns(ids, lengths, ints[self._tables_at :], ints[:1], rows, own, parts)
+        ids, lengths, rows, *settings = ints[ALIGNED : self._shares_at].split([room] * 6 + [2 * room] * 2)
+        shares, tables = ints[self._shares_at : self._tables_at], ints[self._tables_at :]
+        self.columns = DecodeColumns(ids, lengths, tables, ints[:1], rows, shares)
         self.how = DrawColumns(*(part.view(kind) for part, kind in zip(settings, DRAW_KINDS, strict=True)))
 
     def fill(self, plan: StepPlan, size: int, how: DrawColumns | None = None) -> None:
@@ -108,9 +107,8 @@ class DecodeInputs:
             host[start : start + count] = column
             host[start + count : start + size] = filling
         shares = shared_out(plan.context_lens, self._kv_heads, size)
-        host[self._programs_at - room : self._programs_at - room + size] = shares.parts
-        host[self._programs_at : self._programs_at + len(shares.programs)] = shares.programs
-        settings = host[ALIGNED + 3 * room : self._programs_at - room]
+        host[self._shares_at : self._shares_at + shares.size] = shares.reshape(-1)
+        settings = host[ALIGNED + 3 * room : self._shares_at]
         settings[:size] = 0  # temperatures, as float32
         if how is not None:
             for name, kind, start in zip(DRAW_COLUMNS, HOST_KINDS, (0, 1, 2, 3, 5), strict=True):
@@ -176,7 +174,7 @@ class MixedInputs:
             plan.context_lens[:decodes],
             plan.block_tables[:decodes].reshape(-1),
             plan.rows[:decodes],
-            *shares,
+            shares.reshape(-1),
             positions,
             plan.block_tables[sequence, positions // self.page_tokens],
             plan.query_start[decodes:] - decodes,
@@ -184,8 +182,8 @@ class MixedInputs:
             np.concatenate([[0], ends[:-1]]) if len(ends) else ends,
             plan.block_tables[decodes:].reshape(-1),
         ]
-        ids, width_at, decode_lengths, decode_tables, rows, programs, parts, *chunks = self._send(columns)
-        some = decode_lengths, decode_tables, width_at, rows, programs, parts
+        ids, width_at, decode_lengths, decode_tables, rows, parts, *chunks = self._send(columns)
+        some = decode_lengths, decode_tables, width_at, rows, parts
         decode = DecodeColumns(ids[:decodes], *some) if decodes else None
         return MixedColumns(
             ids,

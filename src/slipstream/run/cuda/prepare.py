@@ -133,7 +133,7 @@ def _prompts(ops: TritonOps, model: Llama, layer: DecoderLayer, *, paged: bool) 
 def _decode_attention(ops: TritonOps, model: Llama, layer: DecoderLayer, sequences: int) -> None:
     qkv = torch.empty(sequences, layer.qkv.weight.shape[0], dtype=model.dtype, device=model.device)
     ints = torch.ones(sequences, dtype=torch.int32, device=model.device)
-    step = DecodeColumns(ints, ints, ints, ints[:1], ints, ints, ints)
+    step = DecodeColumns(ints, ints, ints, ints[:1], ints, ints)
     ops.decode_attention(layer, qkv, qkv.new_empty(sequences, model.config.heads * model.config.head_dim), step)
 
 

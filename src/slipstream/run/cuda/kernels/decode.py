@@ -4,7 +4,7 @@
 their page, and attends over the earlier tokens, all query heads of one KV head together. While sequences are too few to
 fill the chip, and where one is much longer than others, the earlier tokens are divided among several programs, and the
 last of them to be done merges the shares of all. Each program reads on the device which share of which sequence is its
-own (`shares` decides that for each step) and how long that sequence is, so that a captured CUDA graph stays right when
+own and how long that is (`kernels.shares` decides it for each step), so that a captured CUDA graph stays right when
 lengths and block tables change.
 
 The pool of one layer is given by the address of its first key, the strides of a page and a head in elements, and PAGE
@@ -93,11 +93,9 @@ def decode_attention(
     pool,
     cosines,
     sines,
-    lengths,
     tables,
     width_at,
-    programs_at,
-    parts_at,
+    shares,
     scale,
     eps,
     page_stride,
@@ -112,7 +110,7 @@ def decode_attention(
     FP8: tl.constexpr,
     TILE: tl.constexpr,
     AHEAD: tl.constexpr,
-    SHARE_BITS: tl.constexpr,
+    SHARE_NUMBERS: tl.constexpr,
     PLACES: tl.constexpr,
     MEMBERS: tl.constexpr,
     QK_NORM: tl.constexpr,
@@ -128,14 +126,14 @@ def decode_attention(
     kv_head = tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
-    own = tl.load(programs_at + program)
-    if own < 0:
-        return
-    sequence = own >> SHARE_BITS
-    split = own & ((1 << SHARE_BITS) - 1)
-    splits = tl.load(parts_at + sequence)
-    length = tl.load(lengths + sequence)
+    share = shares + program * SHARE_NUMBERS
+    sequence = tl.load(share)
+    split = tl.load(share + 1)
+    splits = tl.load(share + 2)
+    length = tl.load(share + 3)
     width = tl.load(width_at)
+    if length == 0:
+        return
     position = length - 1
     half = tl.arange(0, HALF)
     dim = tl.arange(0, DIM)

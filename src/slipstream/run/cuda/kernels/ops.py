@@ -20,7 +20,7 @@ from slipstream.run.attention import PagedPool
 from slipstream.run.cuda.inputs import ROW_BLOCK, DecodeColumns, MixedColumns
 from slipstream.run.cuda.kernels import hopper, shapes
 from slipstream.run.cuda.kernels.launches import Call, Prepared, Tensors, current_stream
-from slipstream.run.cuda.kernels.shares import SHARE_BITS
+from slipstream.run.cuda.kernels.shares import NUMBERS
 from slipstream.run.quantize import CODE
 
 LOG2E = math.log2(math.e)
@@ -240,7 +240,7 @@ class TritonOps:
         programs = shapes.decode_programs(sequences, layout.kv_heads)
         tile, warps, stages, ahead = self._decode_kind(sequences)
         query_gain, key_gain, keys = of_layer.tensors
-        columns = step.lengths, step.tables, step.width_at, step.programs, step.parts
+        columns = step.tables, step.width_at, step.shares
         sizes = self._scale, self._norm_eps, self._page_stride, self._head_stride, programs
         scratch = self._partial, self._weights, self._arrived
         return Call(
@@ -255,7 +255,7 @@ class TritonOps:
                 **self._pages,
                 "TILE": tile,
                 "AHEAD": ahead,
-                "SHARE_BITS": SHARE_BITS,
+                "SHARE_NUMBERS": NUMBERS,
                 "PLACES": shapes.MOST_SPLITS,
                 "MEMBERS": power_of_two(self._group),
                 "QK_NORM": self.config.qk_norm,

@@ -3,48 +3,38 @@
 A step's attention has a fixed number of programs a KV head (`shapes.decode_programs`), as captured graphs want it.
 Which part of which sequence each of them reads is decided on the host for every step, from the lengths: the parts are
 as nearly equal as that number of programs allows, so that one long context among short ones is read by many programs
-instead of being waited for. `Shares` are those numbers; the kernel (`kernels.decode`) finds the tokens of its part
-from them and from the length on the device.
+instead of being waited for.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.run.cuda.kernels import shapes
 
-SHARE_BITS = 8  # of a program's number: the part's place within its sequence; its sequence stands above
-NOBODY = -1  # a program that has nothing to do
+NUMBERS = 4  # of a program: its sequence, the part that it reads, the parts there are, the tokens of the sequence
 TRIES = 24  # lengths of a part that are looked at, between the shortest that could do and the longest sequence
 
 
-class Shares(NamedTuple):
-    """`programs` [programs]: sequence << SHARE_BITS | part, the parts of a sequence one behind the other, or NOBODY.
-    `parts` [sequences]: how many each sequence has."""
+def shared_out(contexts: NDArray[np.int64], kv_heads: int, size: int) -> NDArray[np.int32]:
+    """[programs, NUMBERS] of a step of `size` sequences, of which the first have so many tokens each, the new one
+    included; the others, which fill the step up, have one token.
 
-    programs: NDArray[np.int32]
-    parts: NDArray[np.int32]
-
-
-NO_SHARES = Shares(np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int32))  # of a step in which nobody decodes
-
-
-def shared_out(contexts: NDArray[np.int64], kv_heads: int, size: int) -> Shares:
-    """Those of a step of `size` sequences, of which the first have so many tokens each, the new one included; the
-    others, which fill the step up, have one token."""
+    The parts of a sequence are one behind the other. A program that has nothing to do has a sequence of no tokens.
+    """
     tile = shapes.decode_shape(size * kv_heads)[1]
-    room = shapes.decode_programs(size, kv_heads)
-    tiles = np.ones(size, dtype=np.int64)
-    tiles[: len(contexts)] = np.maximum(1, -(-(np.asarray(contexts) - 1) // tile))
-    parts = parts_of(tiles, room)
+    lengths = np.ones(size, dtype=np.int64)
+    lengths[: len(contexts)] = contexts
+    parts = parts_of(np.maximum(1, -(-(lengths - 1) // tile)), shapes.decode_programs(size, kv_heads))
     sequence = np.repeat(np.arange(size), parts)
-    starts = np.cumsum(parts) - parts
-    programs = np.full(room, NOBODY, dtype=np.int32)
-    programs[: len(sequence)] = sequence << SHARE_BITS | np.arange(len(sequence)) - starts[sequence]
-    return Shares(programs, parts.astype(np.int32))
+    used = len(sequence)
+    found = np.zeros((shapes.decode_programs(size, kv_heads), NUMBERS), dtype=np.int32)
+    found[:used, 0] = sequence
+    found[:used, 1] = np.arange(used) - (np.cumsum(parts) - parts)[sequence]
+    found[:used, 2] = parts[sequence]
+    found[:used, 3] = lengths[sequence]
+    return found
 
 
 def parts_of(tiles: NDArray[np.int64], programs: int) -> NDArray[np.int64]:
