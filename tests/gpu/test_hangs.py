@@ -72,7 +72,8 @@ def test_a_kernel_that_hangs_costs_no_request(tmp_path: Path, monkeypatch: pytes
     (hooks / "sitecustomize.py").write_text(HANG)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(hooks), os.environ.get("PYTHONPATH")])))
     model = str(tiny_model(tmp_path / "model", "llama", tokenizer=True, head_dim=32, hidden_size=128))
-    options = ("--both", "2xcuda:0", "--served-model-name", "tiny", "--dtype", "float32", "--chunk-tokens", "64")
+    two = "cuda:0,1" if torch.cuda.device_count() > 1 else "2xcuda:0"
+    options = ("--both", two, "--served-model-name", "tiny", "--dtype", "float32", "--chunk-tokens", "64")
     with serving(*options, "--step-timeout-s", str(STEP_TIMEOUT_S), model=model) as (program, server, pids):
         old = pids["both-0"]
         said = len(program.output)
