@@ -176,7 +176,7 @@ def decode(shape: str, batch: int, opened: Any, ops: Any) -> None:
 
     from slipstream.run.cuda.inputs import DecodeColumns
     from slipstream.run.cuda.kernels import shapes
-    from slipstream.run.cuda.kernels.shares import shared_out
+    from slipstream.run.cuda.kernels.shares import Division
 
     config, plain = opened.config, shapes.decode_shape
     width = (config.heads + 2 * config.kv_heads) * config.head_dim
@@ -189,7 +189,7 @@ def decode(shape: str, batch: int, opened: Any, ops: Any) -> None:
     found, now = {}, plain(batch * config.kv_heads)
     for chosen in {now, *decode_shapes(batch * config.kv_heads)}:
         shapes.decode_shape = lambda pairs, chosen=chosen: chosen
-        shares = shared_out(np.full(batch, PAGES * 16), config.kv_heads, batch)
+        shares = Division(config.kv_heads).of(np.full(batch, PAGES * 16), batch)
         step = DecodeColumns(*columns, torch.tensor(shares.reshape(-1), **ints))
         name = "/".join(map(str, chosen))
         found[name] = graph_us(

@@ -292,3 +292,24 @@ def test_the_next_look_is_for_the_first_that_has_not_ended(watched: tuple[Lookou
         lookout.done(due)
     lookout.look_again()
     assert len(set_for) == 2
+
+
+def test_the_mover_sleeps_while_who_settles_a_step_looks_for_the_copies_behind_it(
+    watched: tuple[Lookout, Clock],
+) -> None:
+    lookout, clock = watched
+    copy = lookout.waiting(clock.now, 50e-6)
+    lookout.ripe(copy)
+    lookout.look_again()
+    assert copy.at - clock.now < 50e-6
+    assert lookout._set_for - clock.now > 300e-6
+    assert not select.select([lookout.bell], [], [], 0)[0]
+    lookout.done(copy)
+    lookout.look_again()
+    time.sleep(0.002)
+    assert not select.select([lookout.alarm, lookout.bell], [], [], 0)[0]
+    late = lookout.waiting(clock.now, 50e-6)
+    lookout.ripe(late)
+    clock.now += 500e-6
+    lookout.look_again()
+    assert lookout._set_for - clock.now < 150e-6

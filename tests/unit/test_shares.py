@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.run.cuda.kernels.shapes import MOST_SPLITS, decode_programs, decode_shape
-from slipstream.run.cuda.kernels.shares import NUMBERS, parts_of, shared_out
+from slipstream.run.cuda.kernels.shares import NUMBERS, Division, parts_of
 
 CONTEXTS = st.lists(st.integers(1, 131_072), min_size=1, max_size=256)
 
@@ -16,7 +16,7 @@ CONTEXTS = st.lists(st.integers(1, 131_072), min_size=1, max_size=256)
 @given(contexts=CONTEXTS, filled=st.integers(0, 40), kv_heads=st.sampled_from([1, 2, 4, 8, 32]))
 def test_each_part_of_each_sequence_is_one_programs(contexts: list[int], filled: int, kv_heads: int):
     size = len(contexts) + filled
-    shares = shared_out(np.array(contexts), kv_heads, size)
+    shares = Division(kv_heads).of(np.array(contexts), size)
     assert shares.shape == (decode_programs(size, kv_heads), NUMBERS)
     assert shares.dtype == np.int32
     lengths = contexts + [1] * filled
@@ -47,13 +47,22 @@ def fits(tiles: np.ndarray, each: int, room: int) -> bool:
 
 @pytest.mark.parametrize(("count", "kv_heads", "parts"), [(1, 8, 8), (32, 8, 2), (256, 8, 1), (32, 2, 8), (256, 2, 1)])
 def test_sequences_of_one_length_have_as_many_parts_as_fill_the_chip(count: int, kv_heads: int, parts: int):
-    shares = shared_out(np.full(count, 1024), kv_heads, count)
+    shares = Division(kv_heads).of(np.full(count, 1024), count)
     assert shares[shares[:, 3] > 0][:, 2].tolist() == [parts] * (count * parts)
 
 
 def test_a_long_context_among_short_ones_is_read_by_many():
     contexts = np.array([300] * 17 + [8192])
-    shares = shared_out(contexts, 8, 20)
+    shares = Division(8).of(contexts, 20)
     parts = int(shares[shares[:, 0] == 17][0, 2])
     assert parts > 20
     assert -(-8192 // 64 // parts) <= 6  # tiles that are waited for; two parts would have 64
+
+
+@given(contexts=st.lists(st.integers(1, 3000), min_size=1, max_size=40), steps=st.integers(1, 200))
+def test_what_is_kept_from_step_to_step_changes_nothing(contexts: list[int], steps: int):
+    division, lengths = Division(8), np.array(contexts)
+    for grown in (0, 1, 2, steps, steps + 1):
+        found = division.of(lengths + grown, len(contexts) + 1)
+        assert np.array_equal(found, Division(8).of(lengths + grown, len(contexts) + 1))
+        division.of(lengths[:1], 1)

@@ -21,13 +21,12 @@ from torch import Tensor
 
 from slipstream.engine.plan import IntArray, StepPlan
 from slipstream.run.cuda.kernels.shapes import decode_programs
-from slipstream.run.cuda.kernels.shares import NUMBERS, shared_out
+from slipstream.run.cuda.kernels.shares import NONE, NUMBERS, Division
 from slipstream.run.sampler import DRAW_COLUMNS, DrawColumns
 
 ALIGNED = 4
 DRAW_KINDS = (torch.float32, torch.int32, torch.float32, torch.float64, torch.float64)  # of DrawColumns
 HOST_KINDS = (np.float32, np.int32, np.float32, np.float64, np.float64)
-NO_SHARES: NDArray[np.int32] = np.zeros((0, NUMBERS), dtype=np.int32)  # of a step in which nobody decodes
 ROW_BLOCK = 128  # tokens at a multiple of which a sequence begins when sequences are laid out
 
 
@@ -58,7 +57,7 @@ class StagedInts:
 class DecodeColumns:
     """One new token a sequence. `width_at` [1] holds the width of `tables` [sequences, width], flat.
 
-    `shares` [programs * NUMBERS] is how attention is divided, as `shares.shared_out` does it.
+    `shares` [programs * NUMBERS] is how attention is divided, as `shares.Division` does it.
     """
 
     token_ids: Tensor  # [sequences]; negative: the last token of the row, until `TokenOps.feed` has put it there
@@ -82,7 +81,7 @@ class DecodeInputs:
 
     def __init__(self, sequences: int, max_pages: int, kv_heads: int, device: torch.device, spare: int = 0) -> None:
         self.room = room = aligned(sequences)
-        self.spare, self._kv_heads = spare, kv_heads
+        self.spare, self._division = spare, Division(kv_heads)
         programs = max(decode_programs(size, kv_heads) for size in range(1, sequences + 1))
         self._shares_at = ALIGNED + 10 * room
         self._tables_at = self._shares_at + aligned(NUMBERS * programs)
@@ -106,7 +105,7 @@ class DecodeInputs:
             start = ALIGNED + number * room
             host[start : start + count] = column
             host[start + count : start + size] = filling
-        shares = shared_out(plan.context_lens, self._kv_heads, size)
+        shares = self._division.of(plan.context_lens, size)
         host[self._shares_at : self._shares_at + shares.size] = shares.reshape(-1)
         settings = host[ALIGNED + 3 * room : self._shares_at]
         settings[:size] = 0  # temperatures, as float32
@@ -154,7 +153,7 @@ class MixedInputs:
 
     def __init__(self, page_tokens: int, kv_heads: int, device: torch.device) -> None:
         self.page_tokens, self.device = page_tokens, device
-        self._kv_heads = kv_heads
+        self._division = Division(kv_heads)
         self._staged = StagedInts(1 << 12, device)
 
     def fill(self, plan: StepPlan, room: int = 0) -> MixedColumns:
@@ -167,7 +166,7 @@ class MixedInputs:
         positions = plan.positions[decodes:]
         contexts = plan.context_lens[decodes:]
         ends = np.cumsum(-(-contexts // ROW_BLOCK) * ROW_BLOCK)
-        shares = shared_out(plan.context_lens[:decodes], self._kv_heads, decodes) if decodes else NO_SHARES
+        shares = self._division.of(plan.context_lens[:decodes], decodes) if decodes else NONE
         columns: list[NDArray[Any]] = [
             np.concatenate([plan.token_ids, np.zeros(max(0, room - len(plan.token_ids)), dtype=np.int64)]),
             np.array([width]),

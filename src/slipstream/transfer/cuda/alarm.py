@@ -37,8 +37,14 @@ class Alarm:
 
     def set(self, seconds: float) -> None:
         """Due in `seconds`, at least a microsecond; replaces what was set before."""
-        spec = self._spec
-        spec.value_s, spec.value_ns = divmod(max(int(seconds * 1e9), 1000), 1_000_000_000)
+        self._set(max(int(seconds * 1e9), 1000))
+
+    def cancel(self) -> None:
+        """Not due before it is set again."""
+        self._set(0)
+
+    def _set(self, nanoseconds: int) -> None:
+        self._spec.value_s, self._spec.value_ns = divmod(nanoseconds, 1_000_000_000)
         if self._libc.timerfd_settime(self._fd, 0, self._at, None) != 0:
             raise OSError(ctypes.get_errno(), "timerfd_settime failed")
 

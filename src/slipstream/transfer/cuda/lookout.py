@@ -5,7 +5,8 @@ from the threads that serve, and sleeping takes as long as this machine needs to
 moment when it should be done, by its size, the measured rate, and how the last ones kept to that; the lookout wakes the
 mover shortly before, by as much as it is usually woken late, has it look again at once for some tens of microseconds
 around that moment, and then at growing intervals. A copy that waits for a step has no such moment before the step is
-over (`ripe`).
+over (`ripe`). Whoever tells of that has a step to settle, and looks when that is done: the mover would be in the way,
+two threads that take the interpreter's lock from each other, so for that long it sleeps.
 
 `alarm` and `bell` are what the mover sleeps on. Whoever has the mover's turn calls. No call takes longer for the number
 of copies under way.
@@ -30,6 +31,7 @@ _FRESH_S = 200e-6  # a copy that was seen under way so long ago at most has ende
 _LEAST_PACE, _MOST_PACE = 0.5, 4.0
 _SOONER = 0.9  # of the time until the first look, when that found the copy done: it may have been for a while
 _UNTOLD_S = 20e-3  # between looks at copies that wait for a step: should nobody tell that it is over
+_SETTLING_S = 400e-6  # after a step is over, in which its copies are left to who settles it
 _ALIKE = 4.0  # copies whose sizes differ by less keep one pace
 _SAME_S = 10e-6  # an alarm that is set for so little earlier or later stays
 
@@ -67,6 +69,7 @@ class Lookout:
         self._pace: dict[int, float] = {}  # of copies that had the link for themselves, by size: taken / expected
         self._timed: deque[Due] = deque()  # as they should end; some of them have
         self._waiting = 0
+        self._settling = 0.0  # until when somebody who settles a step looks by himself
 
     def started(self, began: float, expected: float) -> Due:
         """A copy has been queued that should take so many seconds once those before it are done."""
@@ -81,8 +84,10 @@ class Lookout:
 
     def ripe(self, copy: Due) -> None:
         """What a copy waited for has just happened."""
+        now = self._clock()
         self._waiting -= 1
-        self._plan(copy, self._clock())
+        self._settling = now + _SETTLING_S
+        self._plan(copy, now)
 
     def _plan(self, copy: Due, began: float) -> None:
         alone = self._lane_due <= began
@@ -135,12 +140,16 @@ class Lookout:
             timed.popleft()
         if not timed and not self._waiting:
             self._lane_due = 0.0
+            if self._set_for:
+                self.alarm.cancel()
+                self._set_for = 0.0
             return
         now = self._clock()
         late = now - timed[0].at if timed else -math.inf
         sleep = min(-late - _AWAKE_S / 2 - self._drowsy, _UNTOLD_S)
         if late > _AWAKE_S:
             sleep = min(max(late / 4, _SOONEST_S), _LATEST_S)
+        sleep = max(sleep, self._settling - now)
         if sleep < _SOONEST_S:
             self.bell.ring()
         elif not self._set_for or abs(now + sleep - self._set_for) > _SAME_S:
