@@ -11,6 +11,7 @@ from slipstream.config import EngineConfig
 from slipstream.engine.core import EngineCore
 from slipstream.engine.effects import CopyPages, ToPeer, ToRouter
 from slipstream.engine.plan import StepOutcome, StepPlan
+from slipstream.engine.scheduler import PATIENCE
 from slipstream.kv.layout import KVLayout
 from slipstream.kv.prefix import block_keys, root_key
 from slipstream.types import Logprob, Request, SamplingParams, Tokens
@@ -829,6 +830,74 @@ def test_a_commit_with_token_ids_that_the_model_does_not_have_fails_its_request_
     assert bench.run() == []
     assert bench.core.idle
     assert bench.core.audit().settled
+
+
+def small_offer(number: int, tokens: int = 8) -> wire.Offer:
+    return wire.Offer(
+        xfer=number, request=f"o{number}", attempt=0, prompt_len=tokens, block_keys=[], pages_needed=-(-tokens // 4),
+        max_tokens=8,
+    )  # fmt: skip
+
+
+def small_commit(number: int, generation: int, tokens: int = 8) -> wire.Commit:
+    asked = Request(
+        id=f"o{number}", prompt_ids=list(range(10, 10 + tokens)), output_ids=[99], sampling=SamplingParams(max_tokens=8)
+    )
+    return wire.Commit(xfer=number, generation=generation, router="router", cached_tokens=0, request=asked)
+
+
+@pytest.mark.parametrize("between", [False, True], ids=["when a step is planned", "between steps"])
+def test_a_large_prompt_is_not_passed_over_for_ever_by_offers_that_come_while_steps_are_under_way(
+    between: bool,
+) -> None:
+    bench = Bench(pages=33, max_sequences=16, max_model_len=128, prefix_cache=False)
+    heard = grants = 0
+    for number in range(1, 120):
+        plan = bench.plan()
+        if number == 20:
+            bench.core.submit(request("big", 88, max_tokens=4), "router", None)
+            grants = 0
+        bench.core.from_source("P", small_offer(number))
+        if between:
+            bench.core.answer_offers()
+            bench.take()
+        if plan is not None:
+            bench.settle(plan)
+        for message in bench.peer[heard:]:
+            if isinstance(message, wire.Grant):
+                grants += 1
+                bench.core.from_source("P", small_commit(message.xfer, message.generation))
+        heard = len(bench.peer)
+        if bench.said("big"):
+            break
+    assert bench.said("big")
+    assert grants <= 2 * PATIENCE
+
+
+def test_a_commit_before_its_grant_says_nothing_of_the_pages() -> None:
+    def block_table(*early: wire.Commit) -> list[list[int]]:
+        bench = Bench(pages=9, prefix_cache=False)
+        bench.core.submit(request("here", 16, max_tokens=12), "router", None)
+        bench.step()
+        bench.core.from_source("P", small_offer(1, 16))
+        bench.step()
+        assert not any(isinstance(message, wire.Grant) for message in bench.peer)
+        for commit in early:
+            bench.core.from_source("P", commit)
+        for _ in range(40):
+            if granted := [message for message in bench.peer if isinstance(message, wire.Grant)]:
+                break
+            bench.step()
+        for commit in early:
+            bench.core.from_source("P", commit)
+        bench.core.from_source("P", small_commit(1, granted[0].generation, 16))
+        plan = bench.plan()
+        assert plan is not None
+        return plan.block_tables.tolist()
+
+    plain = block_table()
+    assert block_table(small_commit(1, 0, 16)) == plain
+    assert block_table(small_commit(1, 7, 16)) == plain
 
 
 def test_an_offer_of_no_tokens_is_refused() -> None:

@@ -289,6 +289,9 @@ def test_a_worker_gets_its_share_of_a_gpu_whatever_the_other_there_has_taken(
     assert found == [((44 << 30) - CONTEXT_BYTES) // layout.page_bytes] * 3
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 << 30, 100 << 30))
     assert pool_pages(share, layout, gpu) == ((20 << 30) - GPU_RESERVE_BYTES) // layout.page_bytes
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (56 << 30, 100 << 30))
+    leaving = ((44 << 30) - CONTEXT_BYTES - (3 << 30)) // layout.page_bytes  # room for the steps of one of two
+    assert pool_pages(share, layout, gpu, 3 << 30) == leaving
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 15 << 30)  # weights
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (85 << 30, 100 << 30))
     assert pool_pages(share, layout, gpu) == ((29 << 30) - CONTEXT_BYTES) // layout.page_bytes

@@ -189,8 +189,9 @@ class Incoming:
             return
         match message:
             case wire.Commit():
-                arrival.read_ahead(self._vocab)
-                arrival.complete(message)
+                if arrival.handoff.awaits(message):
+                    arrival.read_ahead(self._vocab)
+                    arrival.complete(message)
                 actions = arrival.handoff.on_commit(message)
             case wire.Cancel():
                 actions = arrival.handoff.on_cancel()

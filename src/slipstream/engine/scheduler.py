@@ -322,8 +322,12 @@ class Scheduler:
         return heapq.merge(waiting, offers[:LOOKAHEAD], key=_claim_key)
 
     def admit_waiting(self, sequence: Sequence) -> Verdict:
-        """Begins a waiting sequence: prefix hits held, pages of its whole prompt taken, a first chunk scheduled."""
-        if self._budget == 0 or not self.rows.free:
+        """Begins a waiting sequence: prefix hits held, pages of its whole prompt taken, a first chunk scheduled.
+
+        Pages are looked for also when no token is left to begin with, as between two steps: who has none is passed over
+        by whoever takes some then, and that counts.
+        """
+        if not self.rows.free:
             return Verdict.LATER
         tokens = len(sequence.tokens)
         hits = self._prefix_hits(sequence)
@@ -333,6 +337,8 @@ class Scheduler:
         growth = self.growth(tokens, sequence.limit, pages) if sequence.destination is None else 0
         if not self._fits(cost, growth):
             return Verdict.NO_PAGES
+        if self._budget == 0:
+            return Verdict.LATER
         self.account.hold(hits)
         sequence.pages = hits + self.account.take(new_pages)
         sequence.computed = sequence.planned = len(hits) * self._page_tokens

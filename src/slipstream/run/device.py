@@ -125,8 +125,11 @@ def pool_pages(engine: EngineConfig, layout: KVLayout, device: torch.device, ste
     free = free_bytes(device)
     if device.type == "cuda":
         total = torch.cuda.mem_get_info(device)[1]
-        ours = engine.mem_fraction * total - torch.cuda.memory_reserved(device) - CONTEXT_BYTES
-        pages = int(min(ours, (free or 0) - step_bytes - GPU_RESERVE_BYTES)) // layout.page_bytes
+        taken = torch.cuda.memory_reserved(device) + CONTEXT_BYTES
+        share = engine.mem_fraction * total - taken
+        if total - (free or 0) > taken + GPU_RESERVE_BYTES:  # others are there, whose steps take room at any time
+            share -= step_bytes
+        pages = int(min(share, (free or 0) - step_bytes - GPU_RESERVE_BYTES)) // layout.page_bytes
     else:
         pages = layout.pages_for(max(CPU_POOL_TOKENS, engine.max_model_len)) + 1
         if free is not None:

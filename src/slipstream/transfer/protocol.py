@@ -306,6 +306,10 @@ class DestinationHandoff:
 
     # ------------------------------------------------------------------------------------------------ from the source
 
+    def awaits(self, commit: wire.Commit) -> bool:
+        """Whether this is the commit of what is granted now. Any other says nothing of the pages."""
+        return self.state is DestinationState.GRANTED and commit.generation == self.generation
+
     def on_commit(self, commit: wire.Commit) -> list[DestinationAction]:
         """A commit of another generation is stale and ignored. Behind a Revoke it only says that no write is left."""
         if commit.generation != self.generation:
