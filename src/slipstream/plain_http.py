@@ -32,7 +32,8 @@ def base_url(url: str, what: str) -> str:
         (parts.hostname or "").encode("idna")
     except (ValueError, UnicodeError):
         raise ConfigError(f"{url!r} is not {what}") from None
-    if parts.scheme != "http" or not parts.hostname or port is None:
+    strange = not (parts.hostname or "").isprintable()
+    if parts.scheme != "http" or not parts.hostname or strange or not port:
         raise ConfigError(f"{url!r} is not {what}")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"http://{host}:{port}"

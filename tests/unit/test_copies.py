@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -254,3 +256,12 @@ def test_a_run_that_leaves_a_region_is_an_error(run: tuple[int, int, int]) -> No
 def test_a_copy_of_nothing_is_an_error() -> None:
     with pytest.raises(ValueError, match="at least one run"):
         check_bounds(runs_of(), 100, 100)
+
+
+@pytest.mark.parametrize("count", [3, 3000])
+@pytest.mark.parametrize("side", [0, 1])
+def test_page_numbers_that_are_no_integers_are_refused_and_not_cut_off(count: int, side: int) -> None:
+    lists: list[Any] = [list(range(count)), list(range(count))]
+    lists[side][1] = 1.5
+    with pytest.raises(ValueError, match="must be integers"):
+        PageLists(*lists)

@@ -545,6 +545,9 @@ async def test_a_worker_that_ends_while_it_is_asked_is_said_to_have_ended(cluste
 def test_addresses_are_brought_to_one_form() -> None:
     assert normalize("127.0.0.1:80") == normalize("http://127.0.0.1:80/x") == "http://127.0.0.1:80"
     assert normalize("http://[::1]:80") == "http://[::1]:80"
+    for text in ("http://h:0", "http://\x00:5", "http://:5", "h", "https://h:5"):
+        with pytest.raises(ConfigError, match="a worker's address"):
+            normalize(text)
 
 
 async def test_more_requests_than_admitted_are_refused(cluster: Cluster) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from operator import index
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -156,7 +157,10 @@ class PageLists:
     def _sort(self, source_pages: Iterable[Any], destination_pages: Iterable[Any]) -> int:
         """Returns the lowest number. By the interpreter: numpy's functions, each called once in a while, are not in
         the cache when a handoff comes."""
-        pairs = sorted(zip(map(int, destination_pages), map(int, source_pages), strict=True))
+        try:
+            pairs = sorted(zip(map(index, destination_pages), map(index, source_pages), strict=True))
+        except TypeError as error:
+            raise ValueError(f"page numbers must be integers: {error}") from error
         self.destinations, self.sources = [to for to, _ in pairs], [origin for _, origin in pairs]
         self.joined = []
         last = before = _NONE
@@ -170,9 +174,15 @@ class PageLists:
         return min(*self.sources, self.destinations[0]) if pairs else 0
 
     def _sort_many(self, source_pages: Any, destination_pages: Any) -> int:
-        destinations = np.asarray(destination_pages, np.int64)
+        sources, destinations = np.asarray(source_pages), np.asarray(destination_pages)
+        for pages in (sources, destinations):
+            if pages.dtype.kind not in "iu":
+                raise ValueError(f"page numbers must be integers, not {pages.dtype}")
         order = destinations.argsort()
-        sources, destinations = np.asarray(source_pages, np.int64)[order], destinations[order]
+        sources, destinations = (
+            sources.astype(np.int64, copy=False)[order],
+            destinations.astype(np.int64, copy=False)[order],
+        )
         steps = destinations[1:] - destinations[:-1]
         if np.count_nonzero(steps) != len(steps):
             raise _twice(int(destinations[np.flatnonzero(steps == 0)[0]]))
