@@ -202,8 +202,8 @@ class Pools:
 def kernel(folder: str) -> None:
     """GB/s of the kernels alone by their shape: lists ready on the GPU, time between events around the launches."""
     from slipstream.transfer.cuda.bulk import BulkShape
-    from slipstream.transfer.cuda.copier import kernel_lists
     from slipstream.transfer.cuda.launcher import CopySettings, KernelLauncher, Launch
+    from slipstream.transfer.cuda.lists import kernel_lists
     from slipstream.transfer.cuda.plan import survey
 
     pools, results = Pools(), Results(folder, "kernel")

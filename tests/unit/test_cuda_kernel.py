@@ -56,7 +56,7 @@ INTERPRETED = """
 import ctypes
 import numpy as np
 from slipstream.transfer.cuda import kernel
-from slipstream.transfer.cuda.copier import kernel_lists
+from slipstream.transfer.cuda.lists import kernel_lists
 from slipstream.transfer.cuda.plan import WORD, survey
 from slipstream.transfer.transports.base import Runs
 

@@ -371,12 +371,12 @@ def test_a_long_list_with_one_run_outside_starts_nothing(
     half = 2 * LONG * 16
     runs = long_runs(1)
     getattr(runs, side)[LONG - 1] = offset
-    free = {size: len(slots) for size, slots in moves._slots.items()}
+    free = {size: len(slots) for size, slots in moves._room._slots.items()}
     with pytest.raises(ValueError, match=f"run {LONG - 1} of {LONG} leaves the {side} region"):
         moves.copy(at, half, at + half, half, runs, BY_KERNEL)
     assert device.launches == []
     assert not any(device.streams.values())
-    assert all(len(moves._slots[size]) >= count for size, count in free.items())
+    assert all(len(moves._room._slots[size]) >= count for size, count in free.items())
 
 
 @pytest.mark.parametrize("side", ["source", "destination"])
@@ -413,9 +413,9 @@ def test_a_launch_that_fails_half_way_gives_its_lists_back_when_nothing_runs_any
     with pytest.raises(CudaError, match="cuLaunchKernel"):
         moves.copy(at, half, at + half, half, long_runs(3), BY_KERNEL)
     moves._launch = launch
-    known = sum(len(slots) for slots in moves._slots.values())
+    known = sum(len(slots) for slots in moves._room._slots.values())
     moves.wait(moves.copy(at, half, at + half, half, long_runs(3), BY_KERNEL))
-    assert sum(len(slots) for slots in moves._slots.values()) == known
+    assert sum(len(slots) for slots in moves._room._slots.values()) == known
     assert all(lane.in_flight == 0 for lane in moves._lanes)
 
 

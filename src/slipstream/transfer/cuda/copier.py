@@ -2,9 +2,8 @@
 
 `start` looks at a batch once (`plan.survey`), divides it between copy engine and kernel (`plan.divide`), writes the
 offsets that the kernel needs into pinned memory, queues their upload, the launch and the copies on one of a few
-streams, and puts an event behind them. It returns at once. The lists of a batch live in a slot that is used again when
-the batch is done; slots are made as batches in flight need them and stay. Short lists have slots from the start
-(`CopySettings.short_lists`): making one can wait for the GPU, which the threads that start short copies must not.
+streams, and puts an event behind them. It returns at once. The lists of a batch live in slots (`lists.Room`) until
+it is done.
 
 `launch` is how a kernel gets started; the one given by default compiles or imports what it needs when first called.
 
@@ -22,16 +21,23 @@ A copier is used by one thread at a time, and leaves its device current there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from slipstream.transfer.cuda.launcher import SHORT_LIST_BYTES, CopySettings, KernelLauncher, Launch
-from slipstream.transfer.cuda.memory import PinnedMemory
+from slipstream.transfer.cuda.launcher import CopySettings, KernelLauncher, Launch
+from slipstream.transfer.cuda.lists import (
+    FIRST_RUNS,
+    MOST_RUNS,
+    KernelList,
+    Room,
+    Slot,
+    kernel_lists,
+    parts_of,
+    rows_of,
+)
 from slipstream.transfer.cuda.plan import (
     ALL_BY_KERNEL,
     PIECE_BYTES,
@@ -41,7 +47,6 @@ from slipstream.transfer.cuda.plan import (
     Survey,
     common_length,
     costs_from_times,
-    cut_long_runs,
     divide,
     judged,
     look,
@@ -60,10 +65,6 @@ UNMEASURED = CopyCosts(
 KERNEL_ONLY = CopyCosts(0.0, 0.0, 1.0, 1.0, 1.0)
 ENGINE_ONLY = CopyCosts(1.0, 1.0, 0.0, 0.0, 0.0)
 
-_FIRST_RUNS = 1 << 11  # runs of the first launch of a batch; while it runs, the list of the next is made, four times
-_LAUNCH_RUNS = 1 << 19  # as long, and so on up to this
-_MOST_RUNS = 1 << 20  # of a launch behind others, whose list is made while they run
-_SLOT_BYTES = 16 << 13  # smallest list buffer: 8192 runs of one length
 _MEASURE_BYTES = 128 << 20
 _MEASURE_BATCHES = 3
 _TWO_THREADS = 1 << 16  # from so many runs on a list is worth a second thread
@@ -82,23 +83,13 @@ class Copy:
     lane: _Lane
     total: int
     expected: float
-    slots: list[_Slot] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class _Lane:
     stream: int
     in_flight: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class _Slot:
-    """Room for a list: pinned memory to write it and, unless it is short, device memory to read it from."""
-
-    bytes: int
-    array: NDArray[np.uint8]
-    pinned_at: int
-    device_at: int = 0
 
 
 class Copier:
@@ -118,11 +109,7 @@ class Copier:
         self._engine_lane, self._waiting_lane = _Lane(device.stream()), _Lane(device.stream())
         self._second = ThreadPoolExecutor(1, thread_name_prefix="slipstream-lists")
         self._events: list[int] = []
-        self._pinned: list[PinnedMemory] = []
-        self._on_device: list[int] = []
-        self._slots: dict[int, list[_Slot]] = {}  # that are free, by their bytes, the smallest first
-        self._free(self._short_slots(self.settings.short_lists))
-        self._free([self._new_slot(_SLOT_BYTES) for _ in range(2 * self.settings.streams)])
+        self._room = Room(device, short=self.settings.short_lists, ready=2 * self.settings.streams)
 
     # ------------------------------------------------------------------------------------------------ copies
 
@@ -149,9 +136,9 @@ class Copier:
 
         def queue(copy: Copy) -> None:
             if division.engine is None or len(division.engine):
-                self._by_engine(source_at, destination_at, _rows(runs, division.engine), lane.stream)
+                self._by_engine(source_at, destination_at, rows_of(runs, division.engine), lane.stream)
             if division.kernel is None or len(division.kernel):
-                self._by_kernel(copy, source_at, destination_at, _rows(runs, division.kernel), seen, first)
+                self._by_kernel(copy, source_at, destination_at, rows_of(runs, division.kernel), seen, first)
 
         expected = min(costs.kernel(seen.total), costs.engine(len(runs.length), seen.total))
         return self._queued(self._new_copy(lane, seen.total, expected), after, queue)
@@ -196,8 +183,8 @@ class Copier:
         after: int | None,
     ) -> Copy | None:
         """A long list of runs that are `alike`; None, and nothing has been queued, when not all are aligned."""
-        lists = list(_parts(runs, alike.length, alike.length, self._first_runs(after), _MOST_RUNS))
-        slots = [self._slot(part.bytes) for part in lists]
+        lists = list(parts_of(runs, alike.length, alike.length, self._first_runs(after), MOST_RUNS))
+        slots = [self._room.take(part.bytes) for part in lists]
         columns = [part.columns(slot.array) for part, slot in zip(lists, slots, strict=True)]
         theirs = self._second.submit(look, runs.destination, alike.length, sizes[1])
         written = [self._second.submit(np.copyto, *destination) for _, destination in columns]
@@ -221,7 +208,7 @@ class Copier:
             for other in written:
                 other.exception()  # nobody writes into a slot that somebody else may have
             if copy is None:
-                self._free(slots)
+                self._room.free(slots)
         return None
 
     def _lane(self, after: int | None, by_engine: bool) -> _Lane:
@@ -232,7 +219,7 @@ class Copier:
     def _first_runs(self, after: int | None) -> int:
         """How many runs the first launch of a batch has."""
         behind = after is not None or any(lane.in_flight for lane in (*self._lanes, self._engine_lane))
-        return _MOST_RUNS if behind else _FIRST_RUNS
+        return MOST_RUNS if behind else FIRST_RUNS
 
     def _new_copy(self, lane: _Lane, total: int, expected: float) -> Copy:
         lane.in_flight += 1
@@ -281,7 +268,7 @@ class Copier:
         copy.lane.in_flight -= 1
         self._events.append(copy.event)
         if copy.slots:
-            self._free(copy.slots)
+            self._room.free(copy.slots)
             copy.slots = []
 
     def _by_engine(self, source_at: int, destination_at: int, runs: Runs, stream: int) -> None:
@@ -289,12 +276,12 @@ class Copier:
 
     def _by_kernel(self, copy: Copy, source_at: int, destination_at: int, runs: Runs, seen: Survey, first: int) -> None:
         for part in kernel_lists(source_at, destination_at, runs, seen, first):
-            slot = self._slot(part.bytes)
+            slot = self._room.take(part.bytes)
             copy.slots.append(slot)
             part.write(slot.array)
             self._launch_list(copy, source_at, destination_at, part, slot)
 
-    def _launch_list(self, copy: Copy, source_at: int, destination_at: int, part: KernelList, slot: _Slot) -> None:
+    def _launch_list(self, copy: Copy, source_at: int, destination_at: int, part: KernelList, slot: Slot) -> None:
         """Queues the launch of a list that has been written, behind its upload."""
         lists = slot.pinned_at
         if part.bytes > _READ_IN_PLACE:
@@ -302,35 +289,6 @@ class Copier:
             lists = slot.device_at
         launch = Launch(source_at, destination_at, lists, len(part.runs.length), part.length, part.longest)
         self._launch(launch, copy.lane.stream, self.settings)
-
-    def _slot(self, size: int) -> _Slot:
-        """The smallest free one that is large enough."""
-        for have, slots in self._slots.items():
-            if have >= size and slots:
-                return slots.pop()
-        return self._new_slot(max(_SLOT_BYTES, 1 << (size - 1).bit_length()))
-
-    def _free(self, slots: list[_Slot]) -> None:
-        for slot in slots:
-            if slot.bytes not in self._slots:
-                self._slots = dict(sorted({**self._slots, slot.bytes: []}.items()))
-            self._slots[slot.bytes].append(slot)
-
-    def _new_slot(self, size: int) -> _Slot:
-        pinned = PinnedMemory(self.device, size)
-        self._pinned.append(pinned)
-        self._on_device.append(self.device.allocate(size))
-        return _Slot(size, pinned.array, pinned.address, self._on_device[-1])
-
-    def _short_slots(self, count: int) -> list[_Slot]:
-        """In one piece of pinned memory; the kernel reads lists of this length in place."""
-        if count == 0:
-            return []
-        size = SHORT_LIST_BYTES
-        pinned = PinnedMemory(self.device, count * size)
-        self._pinned.append(pinned)
-        starts = range(0, count * size, size)
-        return [_Slot(size, pinned.array[start : start + size], pinned.address + start) for start in starts]
 
     # ------------------------------------------------------------------------------------------------ costs
 
@@ -422,12 +380,8 @@ class Copier:
             self.device.destroy_stream(lane.stream)
         for event in self._events:
             self.device.destroy_event(event)
-        self._lanes, self._events, self._slots = [], [], {}
-        for pinned in self._pinned:
-            pinned.close()
-        for address in self._on_device:
-            self.device.free(address)
-        self._pinned, self._on_device = [], []
+        self._lanes, self._events = [], []
+        self._room.close()
 
 
 def _batch(at: int, half: int, count: int, each: int, costs: CopyCosts) -> Batch:
@@ -435,54 +389,6 @@ def _batch(at: int, half: int, count: int, each: int, costs: CopyCosts) -> Batch
     starts = np.arange(count, dtype=np.int64) * each
     runs = Runs(starts, starts + half, np.full(count, each, np.int64))
     return at, at, runs, survey(runs, 2 * half, 2 * half), costs
-
-
-def _rows(runs: Runs, rows: NDArray[np.int64] | slice | None) -> Runs:
-    return runs if rows is None else Runs(runs.source[rows], runs.destination[rows], runs.length[rows])
-
-
-class KernelList(NamedTuple):
-    """What one launch moves. `length` is that of all runs, or 0 when they differ; `longest` is the length of the
-    longest when all addresses and lengths are multiples of WORD, else 0."""
-
-    runs: Runs
-    length: int
-    longest: int
-
-    @property
-    def bytes(self) -> int:
-        return len(self.runs.length) * (16 if self.length else 24)
-
-    def columns(self, room: NDArray[np.uint8]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """(place, values) of each column, one behind the other, as the kernels read them: offsets in bytes, then
-        unequal lengths."""
-        values = [self.runs.source, self.runs.destination] + ([] if self.length else [self.runs.length])
-        places = room[: self.bytes].view(np.int64).reshape(len(values), -1)
-        return list(zip(places, values, strict=True))
-
-    def write(self, room: NDArray[np.uint8]) -> None:
-        for place, values in self.columns(room):
-            place[:] = values
-
-
-def kernel_lists(
-    source_at: int, destination_at: int, runs: Runs, seen: Survey, first: int = _FIRST_RUNS
-) -> Iterator[KernelList]:
-    """The launches that move `runs`, the first with `first` runs."""
-    aligned = seen.alignment >= WORD and (source_at | destination_at) % WORD == 0
-    length = seen.length if aligned else 0
-    if not length:
-        runs = cut_long_runs(runs)
-    longest = length or (int(runs.length.max()) if aligned else 0)
-    yield from _parts(runs, length, longest, first, _LAUNCH_RUNS)
-
-
-def _parts(runs: Runs, length: int, longest: int, first: int, most: int) -> Iterator[KernelList]:
-    """In launches that grow from `first` runs to `most`."""
-    start, size = 0, min(first, most)
-    while start < len(runs.length):
-        yield KernelList(_rows(runs, slice(start, start + size)), length, longest)
-        start, size = start + size, min(4 * size, most)
 
 
 def _wrapped(count: int, each: int, source_bytes: int, destination_bytes: int) -> Runs:
