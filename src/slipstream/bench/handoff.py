@@ -42,7 +42,7 @@ import click
 import msgspec
 
 from slipstream import outfile, wire
-from slipstream.bench.handoff_worker import HandoffOptions
+from slipstream.bench.handoff_options import HandoffOptions
 from slipstream.bench.report import write_json
 from slipstream.bench.transfer import default_memory
 from slipstream.config import TransferConfig
