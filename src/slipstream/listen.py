@@ -48,7 +48,7 @@ def _reason(host: str, port: int, flag: str, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         made = " (PORT=... behind make serve)" if flag == "--port" and "MAKELEVEL" in os.environ else ""
         holder = _holder(host, port)
-        return f"port {port} on {host} is in use by {holder}. Choose another with {flag}{made}, or {flag} 0 for any."
+        return f"port {port} on {host} {holder}. Choose another with {flag}{made}, or {flag} 0 for any."
     if error.errno == errno.EADDRNOTAVAIL:
         return f"--host {host}: this is no address of this machine. Use 127.0.0.1, or 0.0.0.0 for all addresses."
     if error.errno in (errno.EACCES, errno.EPERM):
@@ -70,10 +70,10 @@ def _holder(host: str, port: int) -> str:
         health = msgspec.json.decode(get(url, "/health", timeout_s=ANSWER_S)[1], type=_Greeting)
         version = msgspec.json.decode(get(url, "/version", timeout_s=ANSWER_S)[1], type=_Greeting)
     except (Unreachable, msgspec.MsgspecError, RecursionError):
-        return "another program"
+        return "is in use by another program"
     if not health.status or not version.version:
-        return "another program"
-    return f"another slipstream ({version.version}), which serves {url}; Ctrl-C in its terminal ends it"
+        return "is in use by another program"
+    return f"is in use by another slipstream ({version.version}), which serves {url}; Ctrl-C in its terminal ends it"
 
 
 def url_of(host: str, port: int) -> str:

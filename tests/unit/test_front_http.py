@@ -315,6 +315,17 @@ async def test_every_error_is_json(method: str, path: str, data: bytes, kind: st
         assert ("allow" in headers) == (status == 405)
 
 
+async def test_the_paths_that_are_listed_are_those_of_the_page_but_for_what_only_the_dashboard_asks_for() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text()
+    async with house(saying("a")) as h:
+        _, body, _ = await h.request("GET", "/nothing", b"", content_type="")
+    listed = body["error"]["message"].partition("the paths are ")[2].split(", ")
+    assert "/v1/chat/completions" in listed
+    assert "/v1/models/{id}" in listed
+    assert [path for path in listed if not re.search(rf"(GET|POST|DELETE) {re.escape(path)}[`?]", page)] == []
+    assert [path for path in listed if path.startswith("/dashboard/") or path == "/"] == []
+
+
 async def test_a_body_without_announced_length_is_limited_too() -> None:
     async with house(saying("a"), config=FrontConfig(port=0, max_body_bytes=2048)) as h:
         wire = await h.open("POST", "/v1/completions", content_type="application/json", transfer_encoding="chunked")

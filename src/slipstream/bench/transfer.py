@@ -158,6 +158,7 @@ def run(options: Options, folder: Path, say: Callable[[str], None] = print) -> T
             usable.append(name)
     usable.sort(key=lambda name: name in BASELINES)
     end = time.monotonic() + options.budget_s
+    cases = {name: len(_cases(name, options)) * len(options.directions) for name in usable}
     for number, name in enumerate(usable):
         left = end - time.monotonic()
         if left <= 0:
@@ -165,21 +166,20 @@ def run(options: Options, folder: Path, say: Callable[[str], None] = print) -> T
             continue
         weights = [max(LEAST_CASES, len(_cases(other, options))) for other in usable[number:]]
         share = time.monotonic() + left * weights[0] / sum(weights)
-        _measure_engine(name, options, folder, share, report, say)
+        cases[name] = _measure_engine(name, options, folder, share, report, say)
     report.rows.sort(
         key=lambda row: (chosen.index(row.engine), row.contiguous, row.page, options.directions.index(row.direction))
     )
-    _tell_budget(usable, options, report, say)
+    _tell_budget(cases, options, report, say)
     if unmeasured(chosen, report):
         _note("warning: no transport was measured; the lines above say why.", report, say)
     return report
 
 
-def _tell_budget(engines: Sequence[str], options: Options, report: TransferReport, say: Callable[[str], None]) -> None:
+def _tell_budget(cases: dict[str, int], options: Options, report: TransferReport, say: Callable[[str], None]) -> None:
     """Once for all engines, where the budget has cut any of them short: the one that would do."""
     if not any("the budget of" in note for note in report.notes):
         return
-    cases = {name: len(_cases(name, options)) * len(options.directions) for name in engines}
     whole = sum(STARTING_S + number * (PHASES * options.case_s + CHECKING_S) for number in cases.values())
     hardly = "warning: " if len(report.rows) < sum(cases.values()) / 2 else ""
     _note(
@@ -215,7 +215,9 @@ def _package(name: str) -> str:
 
 def _measure_engine(
     name: str, options: Options, folder: Path, end: float, report: TransferReport, say: Callable[[str], None]
-) -> None:
+) -> int:
+    """Returns how many cases the engine has, of which those that fit into its share are measured."""
+    cases: list[tuple[Case, str]] = []
     environment = dict(ENGINES[name].environment)
     pair = [Child(environment, folder / f"{name}-{side}.log") for side in ("source", "target")]
     try:
@@ -240,6 +242,7 @@ def _measure_engine(
     finally:
         for child in pair:
             child.kill()
+    return len(cases)
 
 
 def _set_up(pair: list[Child], name: str, options: Options, report: TransferReport) -> list[str]:
