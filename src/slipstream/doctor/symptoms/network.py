@@ -115,7 +115,7 @@ SYMPTOMS = (
         "before any weight is there. Lower --kv-tokens",
         "too little for a KV pool: one page",
         "does not fit into the KV pool of {n} tokens",
-        "the KV pool needs {n} GiB on",
+        "the KV pool needs {w} GiB on",
         "No available memory for the cache blocks",
         "Not enough memory. Please try to increase --mem-fraction-static",
         cause="what the weights leave free has no room for the pool that was asked for",
