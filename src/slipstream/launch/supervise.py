@@ -19,6 +19,7 @@ import contextlib
 import logging
 import os
 import queue
+import re
 import signal
 import subprocess
 import threading
@@ -150,6 +151,11 @@ class Silences:
         return dict(self._since)
 
 
+def _reason(refusal: str) -> str:
+    """The same for children that refuse for the same reason: each has measured its own numbers."""
+    return re.sub(r"\d[\d.,]*", "#", refusal)
+
+
 class Supervisor:
     """The children of this process. Use from one thread; `wake` may be called from anywhere, also a signal handler.
 
@@ -257,7 +263,7 @@ class Supervisor:
         lived = time.monotonic() - child.started_at
         child.failures = child.failures + 1 if lived < self._policy.quick_s else 1
         if code in SETUP_EXIT_CODES and not child.was_up:
-            self._refusals.add(child.refused)
+            self._refusals.add(_reason(child.refused))
             raise GaveUp(self._refusal(child, code), child.name, code)
         self._tell_refusal(child)
         if child.failures >= self._policy.max_failures and not child.was_up:
@@ -270,7 +276,7 @@ class Supervisor:
         logger.warning("%s (pid %d) %s; starting it again in %.1f s", child.name, child.pid, how, pause)
 
     def _tell_refusal(self, child: Child) -> None:
-        if child.refused and child.refused not in self._refusals:
+        if child.refused and _reason(child.refused) not in self._refusals:
             self._on_line(child.name, child.refused)
 
     def _refusal(self, child: Child, code: int) -> str:
