@@ -19,9 +19,10 @@ import queue
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from numbers import Integral
 from typing import Any
 
 import msgspec
@@ -29,9 +30,9 @@ import msgspec
 from slipstream.config import EngineConfig, RouterConfig, TransferConfig, WorkerConfig
 from slipstream.engine.worker import Worker
 from slipstream.errors import ConfigError, ContextTooLong, EngineFailure, InvalidRequest
-from slipstream.front.ask import checked_sampling, messages_of
+from slipstream.front.ask import checked_sampling, messages_of, prompt_too_long
 from slipstream.front.tokenizer import Tokenizer, load_tokenizer
-from slipstream.launch.checks import refuse_ranks, refuse_transport
+from slipstream.launch.checks import refuse_model, refuse_transport
 from slipstream.launch.devices import this_machine
 from slipstream.launch.offline import Answer, Background, Bar, Completion
 from slipstream.launch.spec import Placement, place, refuse_idle_transport
@@ -54,7 +55,8 @@ class LLM:
     `prefill`, `decode` and `both` are numbers of workers or specs as of `slipstream serve` (`"cuda:0"`); `both` is 1
     unless one of the others is given; `prefill` alone gets one worker that decodes, and the other way round. All
     further keywords are settings of the sections `engine` and `transfer` of docs/configuration.md:
-    `LLM("smollm2", page_tokens=32, dtype="float32")`.
+    `LLM("smollm2", page_tokens=32, dtype="float32")`. `loading(done, total)` is called with bytes of the weights while
+    they are loaded.
 
     Raises ConfigError for a wrong setting, ModelError and PoolTooSmall when the model cannot be loaded. The methods may
     be called from several threads. `close` (or leaving the `with` block) ends all threads and frees all memory; an LLM
@@ -68,6 +70,7 @@ class LLM:
         prefill: int | str = 0,
         decode: int | str = 0,
         both: int | str | None = None,
+        loading: Callable[[int, int], None] | None = None,
         **settings: Any,
     ) -> None:
         if both is None:
@@ -77,17 +80,24 @@ class LLM:
         placements = place(machine, str(prefill or ""), str(decode or ""), str(both), engine.device, engine.tp)
         refuse_idle_transport(placements, transfer.transport)
         refuse_transport(transfer.transport, [name for placement in placements for name in placement.devices])
-        refuse_ranks(engine, [placement.tp for placement in placements])
+        refuse_model(engine, [placement.tp for placement in placements])
         self._closing = ExitStack()
         self._finalizer = weakref.finalize(self, self._closing.close)
         _at_the_end(self._finalizer)
         try:
-            self._start(engine, transfer, placements, machine.cores)
+            self._start(engine, transfer, placements, machine.cores, loading)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, engine: EngineConfig, transfer: TransferConfig, placements: list[Placement], cores: int) -> None:
+    def _start(
+        self,
+        engine: EngineConfig,
+        transfer: TransferConfig,
+        placements: list[Placement],
+        cores: int,
+        loading: Callable[[int, int], None] | None,
+    ) -> None:
         self._tokenizer = load_tokenizer(engine.model, engine.tokenizer)
         threads = engine.threads or max(1, cores // sum(placement.tp for placement in placements))
         self._workers: list[Worker] = []
@@ -97,7 +107,7 @@ class LLM:
             config = msgspec.structs.replace(engine, device=placement.device, tp=placement.tp, threads=threads)
             role = WorkerConfig(role=placement.role, name=placement.name)
             worker = Worker(config, role, transfer, neighbours=neighbours)
-            worker.start()
+            worker.start(_part_of(loading, len(self._workers), len(placements)))
             self._workers.append(worker)
         self._background = Background()
         self._closing.callback(self._background.stop)
@@ -208,7 +218,11 @@ class LLM:
     # ---------------------------------------------------------------------------------------------- inside
 
     def _ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, (str, Iterable)):
+            raise _no_prompt(prompt)
         ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if (stranger := next((token for token in ids if not isinstance(token, Integral)), None)) is not None:
+            raise _no_prompt(stranger)
         if not ids:
             raise InvalidRequest("a prompt must have at least one token", param="prompts")
         wrong = next((token for token in ids if not 0 <= token < self._tokenizer.vocab_size), None)
@@ -218,12 +232,18 @@ class LLM:
             )
         return ids
 
+    def room(self, ids: Sequence[int], which: str = "the prompt") -> int:
+        """Tokens of an answer of which nothing was said: up to DEFAULT_TOKENS. Raises ContextTooLong."""
+        if len(ids) >= self.max_model_len:
+            raise prompt_too_long(len(ids), self.max_model_len, "prompts", which)
+        return min(DEFAULT_TOKENS, self.max_model_len - len(ids))
+
     def _sampling(
         self, batch: list[list[int]], sampling: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
         """One for each prompt, checked by itself and against the context. Raises ContextTooLong, InvalidRequest."""
         if sampling is None:
-            room = [max(1, min(DEFAULT_TOKENS, self.max_model_len - len(ids))) for ids in batch]
+            room = [self.room(ids, f"prompt {at}") for at, ids in enumerate(batch)]
             recommended = self._tokenizer.sampling_defaults
             params = [msgspec.convert({**recommended, "max_tokens": r}, SamplingParams, strict=False) for r in room]
         elif isinstance(sampling, SamplingParams):
@@ -288,6 +308,15 @@ class LLM:
 
 
 # ---------------------------------------------------------------------------------------------------- on the event loop
+
+
+def _part_of(
+    loading: Callable[[int, int], None] | None, number: int, workers: int
+) -> Callable[[int, int], None] | None:
+    """Tells `loading` how far all workers are together while number `number` of them loads."""
+    if loading is None:
+        return None
+    return lambda done, total: loading(number * total + done, workers * total)
 
 
 def _at_the_end(close: Callable[[], Any]) -> None:
@@ -360,11 +389,21 @@ def _configs(model: str, settings: dict[str, Any]) -> tuple[EngineConfig, Transf
     return EngineConfig(**given["engine"]), TransferConfig(**given["transfer"])
 
 
+def _no_prompt(given: object) -> InvalidRequest:
+    return InvalidRequest(
+        f"a prompt is a text or a list of token ids, and prompts are a list of such; {given!r} was given. For the "
+        "messages of a conversation use chat",
+        param="prompts",
+    )
+
+
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
+        raise _no_prompt(prompts)
     items = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
+    if items and all(isinstance(item, Integral) for item in items):
         return [items]  # pyright: ignore[reportReturnType]
     return items  # pyright: ignore[reportReturnType]
 

@@ -184,10 +184,11 @@ def test_ctrl_c_while_the_model_loads_ends_at_once():
 
 
 def test_a_worker_that_cannot_start_ends_serve_with_its_sentence(tiny: str):
-    program = Program("serve", tiny, "--port", "0", "--both", "1", "--max-model-len", "2048", "--kv-tokens", "16")
+    program = Program("serve", tiny, "--port", "0", "--prefill", "1", "--decode", "1", "--kv-tokens", str(1 << 40))
     assert program.ends() in (1, 2)
     last = program.output.strip().splitlines()[-1]
-    assert last.startswith("error: both-0: ")
+    assert re.match(r"error: (prefill|decode)-0: a KV pool of 1099511627776 tokens needs [\d,.]+ GiB", last)
+    assert program.output.count("error: ") == 1, "two workers refuse for one reason"
     assert "Traceback" not in program.output
 
 
@@ -325,3 +326,4 @@ def test_generate_prints_the_answer():
     result = subprocess.run([*command, *options], capture_output=True, text=True, timeout=LIMIT_S)
     assert result.returncode == 0, result.stderr
     assert "Paris" in result.stdout
+    assert result.stderr.startswith("loading smollm2 ...\n")

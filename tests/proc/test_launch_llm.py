@@ -49,6 +49,12 @@ def settled(llm: LLM) -> bool:
     return True
 
 
+def test_a_prompt_that_is_too_long_is_refused_in_words_of_what_was_given(split: LLM):
+    with pytest.raises(ContextTooLong, match=r"^prompt 1 has \d+ tokens") as caught:
+        split.generate(["a", "x" * 5000])
+    assert "max_tokens" not in caught.value.message
+
+
 def test_answers_come_in_the_order_of_the_prompts(split: LLM):
     together = split.generate(PROMPTS, GREEDY)
     one_by_one = [split.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
@@ -156,6 +162,13 @@ def test_a_batch_may_be_larger_than_the_queue(tiny: str):
         ([[1, 2, 999_999]], GREEDY, InvalidRequest),
         ([[]], GREEDY, InvalidRequest),
         (["a", "b"], [GREEDY], InvalidRequest),
+        (5, GREEDY, InvalidRequest),
+        (None, None, InvalidRequest),
+        ([None], GREEDY, InvalidRequest),
+        ([["a", "b"]], GREEDY, InvalidRequest),
+        ([{"role": "user", "content": "a"}], GREEDY, InvalidRequest),
+        ({"role": "user"}, GREEDY, InvalidRequest),
+        (b"bytes", GREEDY, InvalidRequest),
         ("a", SamplingParams(temperature=-1.0), InvalidRequest),
         ("a", SamplingParams(max_tokens=0), InvalidRequest),
         ("a", SamplingParams(stop_token_ids=(999_999,)), InvalidRequest),

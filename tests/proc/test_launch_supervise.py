@@ -97,6 +97,27 @@ def test_a_refusal_before_the_child_was_up_is_final_and_repeats_its_sentence(rec
     assert child.starts == 1
 
 
+def test_what_several_children_refuse_is_told_once_and_another_refusal_too(recorder: Recorder):
+    refusal = "import sys; print('error: no such model', file=sys.stderr, flush=True); {}; sys.exit(2)"
+    wait = "import time; time.sleep(60)"
+    others = [recorder.start(name, refusal.format(wait)) for name in ("a", "b")]
+    others.append(recorder.start("c", refusal.format(wait).replace("model", "port")))
+    recorder.until(lambda: all(child.refused for child in others))
+    recorder.start("d", refusal.format("pass"))
+    with pytest.raises(GaveUp, match="d: no such model"):
+        recorder.until(lambda: False)
+    assert recorder.lines == []
+    recorder.supervisor.stop(["a", "b", "c"], 30.0)
+    assert recorder.lines == [("c", "error: no such port")]
+
+
+def test_a_refusal_of_one_that_has_served_is_a_line_as_any_other(recorder: Recorder):
+    child = recorder.start("w", "import sys, time; time.sleep(0.5); sys.exit('error: the port is gone')")
+    child.up = True
+    recorder.until(lambda: child.starts == 2)
+    assert ("w", "error: the port is gone") in recorder.lines
+
+
 def test_a_traceback_at_start_is_final_and_shows_the_last_lines(recorder: Recorder):
     recorder.start("w", "raise ValueError('surprise')")
     with pytest.raises(GaveUp, match="ValueError: surprise"):
@@ -188,6 +209,20 @@ def test_stop_asks_first_and_kills_what_does_not_end(recorder: Recorder):
     assert polite.process.returncode == -signal.SIGTERM
     assert deaf.process.returncode == -signal.SIGKILL
     assert {child.state for child in (polite, deaf)} == {State.ENDED}
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_kill_is_a_warning_unless_it_was_asked_for(recorder: Recorder, caplog: pytest.LogCaptureFixture, asked: bool):
+    caplog.set_level("INFO")
+    recorder.start(
+        "deaf", "import signal, time; signal.signal(15, signal.SIG_IGN); print('hello', flush=True); time.sleep(60)"
+    )
+    recorder.until(lambda: bool(recorder.lines))
+    recorder.supervisor.stop(["deaf"], grace_s=60.0 if asked else 0.0, hurry=lambda: asked)
+    (record,) = caplog.records
+    words = ("INFO", "is killed at once, as was asked for") if asked else ("WARNING", "did not end in time")
+    assert record.levelname == words[0]
+    assert words[1] in record.getMessage()
 
 
 def test_nothing_is_started_again_while_stopping(recorder: Recorder):

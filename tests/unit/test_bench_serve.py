@@ -534,6 +534,14 @@ async def test_a_load_from_the_command_line_is_shown_and_kept_and_compared(tmp_p
     assert len(written.requests) == 20
     both = called(str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--plot", str(tmp_path / "curves.svg"))
     assert both.exit_code == 0, both.output
+    for name in ("a", "b"):
+        assert f"{name}: goodput: share of requests with ttft 5000 ms, tpot 1000 ms" in " ".join(both.output.split())
+    written.rates[0].notes.append("a doubt about this rate")
+    written.notes.append("a doubt about all")
+    (tmp_path / "doubtful.json").write_bytes(msgspec.json.encode(written))
+    again = called(str(tmp_path / "doubtful.json"))
+    for words in ("goodput: share of requests with", "100/s: a doubt about this rate", "a doubt about all"):
+        assert words in again.output
     drawn = (tmp_path / "curves.svg").read_text()
     assert all(f"<!-- {words} -->" in drawn for words in ("a", "b", "requests/s asked"))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import re
 from pathlib import Path
 
 import msgspec
@@ -11,8 +13,9 @@ from click.testing import CliRunner
 
 from slipstream.bench.endpoint import choose
 from slipstream.bench.pools import POISON, HostBenchPool
-from slipstream.bench.report import Conditions, TransferReport, TransferRow, size_text, transfer_table, write_json
+from slipstream.bench.report import Conditions, TransferReport, TransferRow, print_transfer, size_text, write_json
 from slipstream.bench.transfer import (
+    PHASES,
     Case,
     Child,
     EngineLost,
@@ -101,7 +104,12 @@ def test_a_budget_that_is_too_short_goes_to_transports_first_and_to_sizes_evenly
     notes = "\n".join(report.notes)
     assert "shm: 1 of 4 cases were measured in its share of the budget of 0.001 s" in notes
     assert "memmove was not measured: the budget of 0.001 s is used up" in notes
-    assert "warning" not in notes
+    assert "no transport was measured" not in notes
+    (warning,) = [note for note in report.notes if note.startswith("warning: ")]
+    enough = re.search(r"1 of \d+ cases were measured. About --budget (\d+) is enough for all", warning)
+    assert enough
+    assert 12 * PHASES * options.case_s < int(enough[1]) < 120
+    assert "{}" not in notes
     assert {note for note in report.notes if "measured" in note} <= set(said)
 
 
@@ -211,8 +219,25 @@ def test_a_table_shows_each_row_and_its_share_of_the_raw_copy():
     )
     report = TransferReport(conditions=conditions, memory=["cpu", "cpu"], batch_bytes=1 << 30, notes=[], rows=rows)
     console = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(transfer_table(report))
+    print_transfer(report, console)
     text = console.export_text()
     assert "25 %" in text
+    assert "More than 100 %" not in text
     assert "wrong contents" in text
     assert "a processor, 2 cores" in text
+
+
+def test_a_share_above_that_of_the_raw_copy_is_explained_below_the_table():
+    from rich.console import Console
+
+    rows = [
+        TransferRow(engine="raw", page=1 << 30, pages=1, contiguous=True, direction="push", gbps=4.0),
+        TransferRow(engine="shm", page=8192, pages=4, contiguous=False, direction="push", gbps=5.0, verified=True),
+    ]
+    here = Conditions(command="", when="", version="", cpu="", cores=2, kernel="", python="", packages={}, devices=[])
+    report = TransferReport(conditions=here, memory=["cpu", "cpu"], batch_bytes=1 << 30, notes=[], rows=rows)
+    console = Console(width=140, record=True, file=io.StringIO())
+    print_transfer(report, console)
+    text = console.export_text()
+    assert "125 %" in text
+    assert text.count("More than 100 % is no mistake") == 1

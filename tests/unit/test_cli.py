@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from slipstream.cli import generate
 from slipstream.cli.main import cli
+from slipstream.launch.devices import this_machine
 from slipstream.transfer.transports import missing_package
 from slipstream.version import __version__
 
@@ -136,6 +137,38 @@ def test_ranks_that_cannot_share_the_model_are_refused_before_anything_is_starte
     assert result.stderr.count("\n") == 1
     assert "9 heads, 3 KV heads" in result.stderr
     assert "--tp may be 1, 3 for it" in result.stderr
+
+
+@pytest.mark.parametrize("command", [["serve"], ["worker"], ["generate", "smollm2", "Hello"]])
+def test_a_context_that_the_model_has_not_is_refused_before_anything_is_started(command: list[str]):
+    result = slipstream(*command, "--max-model-len", "100000", "--device", "cpu")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr == (
+        "error: max_model_len 100000 exceeds the 8192 positions of smollm2; lower --max-model-len.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["handoff", "--cases", "foo"], "'foo' is not TOKENS"),
+        (["handoff", "--layout", "foo"], "--layout 'foo'"),
+        (["engine"], "bench engine measures GPUs; this machine has cpu"),
+    ],
+)
+def test_a_benchmark_that_cannot_run_says_so_before_torch_is_imported(words: list[str], sentence: str):
+    if words == ["engine"] and this_machine().gpus:
+        pytest.skip("this machine has a GPU")
+    code = (
+        "import sys; from slipstream.cli.main import main\n"
+        f"sys.argv[1:] = ['bench', *{words!r}]\n"
+        "try: main()\nfinally: sys.stderr.write('torch' if 'torch' in sys.modules else 'light')"
+    )
+    result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=100)
+    assert result.returncode == 2
+    assert sentence in result.stderr
+    assert result.stderr.endswith("light")
 
 
 @pytest.mark.parametrize("command", ["serve", "worker"])

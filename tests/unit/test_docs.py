@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 
 from slipstream import settings
+from slipstream.types import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -60,6 +62,15 @@ def test_flags_in_slipstream_commands_of_documents_exist(document: Path):
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", line)
     } - known
     assert unknown == set()
+
+
+def test_the_table_of_sampling_parameters_has_every_field_with_its_default():
+    table = re.findall(r"^\| (`.*?) \| (.*?) \| ", (ROOT / "docs/getting-started.md").read_text(), re.M)
+    shown = {}
+    for names, defaults in table:
+        for name, default in zip(names.split(", "), defaults.split(", "), strict=True):
+            shown[name.strip("`")] = ast.literal_eval(default.strip("`"))
+    assert shown == {name: getattr(SamplingParams(), name) for name in SamplingParams.__struct_fields__}
 
 
 def generate_flags() -> set[str]:

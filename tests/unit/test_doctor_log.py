@@ -212,7 +212,8 @@ LINES = {
     "peer-address-wrong": ["ConnectionError: 172.17.0.2:8998: Connection refused"],
     "proxy": ["requests.exceptions.ProxyError: HTTPConnectionPool(host='10.1.1.1', port=3128)"],
     "pool-too-small": [
-        "error: a KV pool of 999 tokens needs 99 bytes, 9 are available: 90 bytes are missing. Lower --kv-tokens to at",
+        "error: a KV pool of 9 tokens needs 9.00 GiB, 2.00 GiB are available: 7.00 GiB are missing. Lower --kv-tokens",
+        "error: the KV pool needs 90.00 GiB on GPU-1, of whose 80.00 GiB 79.00 are free (out of memory). Lower",
         "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`",
     ],
     "model-incomplete": [
@@ -423,9 +424,11 @@ OWN_WORDS = (
     "KV layout differs:",
     "protocol version differs:",
     "is in use by another program",
+    "is in use by another slipstream",
     "the engine failed; this worker ends",
     "times in a row soon after its start",
-    "bytes are missing. Lower --kv-tokens",
+    "are missing. Lower --kv-tokens",
+    "before any weight is there. Lower --kv-tokens",
     "too little for a KV pool: one page",
     "has a config.json but no *.safetensors",
     "is no GGUF file: it starts with",

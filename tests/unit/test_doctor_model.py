@@ -242,10 +242,20 @@ def test_a_worker_that_was_never_linked_may_be_starting_and_one_that_was_has_end
 
 @pytest.mark.parametrize(
     ("answer", "words"),
-    [((401, b"{}"), "wants an API key"), ((404, b"{}"), "404"), ((200, b"<html>"), "no slipstream router")],
+    [((401, b"{}"), "wants its API key"), ((404, b"{}"), "404"), ((200, b"<html>"), "no slipstream router")],
 )
 def test_what_is_no_router_is_named(answer: tuple[int, bytes], words: str):
     assert words in checked(cpu(get=lambda url, path: answer), "cluster.reachable").seen
+
+
+def test_of_a_server_that_wants_its_key_the_remedy_is_the_key():
+    system = cpu(get=lambda url, path: (401, b"{}"))
+    assert "--api-key KEY, or export SLIPSTREAM_API_KEY=KEY" in checked(system, "cluster.reachable").remedy
+    taken = cpu(get=lambda url, path: (401, b"{}"), bind=lambda host, port: "in use")
+    found = results(taken, "cluster.reachable", "network.port")
+    assert "--api-key" in found["cluster.reachable"].remedy
+    assert "running slipstream" in found["network.port"].seen
+    assert "slipstream serve" in checked(cpu(get=lambda url, path: (404, b"{}")), "cluster.reachable").remedy
 
 
 def test_a_cluster_that_cannot_serve_says_why():

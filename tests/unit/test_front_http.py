@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -313,6 +314,17 @@ async def test_every_error_is_json(method: str, path: str, data: bytes, kind: st
         assert set(body["error"]) == {"message", "type", "param", "code"}
         assert body["error"]["code"] == code
         assert ("allow" in headers) == (status == 405)
+
+
+async def test_the_paths_that_are_listed_are_those_of_the_page_but_for_what_only_the_dashboard_asks_for() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text()
+    async with house(saying("a")) as h:
+        _, body, _ = await h.request("GET", "/nothing", b"", content_type="")
+    listed = body["error"]["message"].partition("the paths are ")[2].split(", ")
+    assert "/v1/chat/completions" in listed
+    assert "/v1/models/{id}" in listed
+    assert [path for path in listed if not re.search(rf"(GET|POST|DELETE) {re.escape(path)}[`?]", page)] == []
+    assert [path for path in listed if path.startswith("/dashboard/") or path == "/"] == []
 
 
 async def test_a_body_without_announced_length_is_limited_too() -> None:

@@ -315,9 +315,13 @@ def test_a_request_beyond_the_context_is_refused_with_the_three_numbers() -> Non
     ) as one:
         answer_tokens(30, chat(max_tokens=71), 100, default=0)
     assert one.value.param == "max_tokens"
-    with pytest.raises(ContextTooLong) as other:
+    with pytest.raises(ContextTooLong, match="prompt has 100 tokens") as other:
         answer_tokens(100, chat(), 100, default=0)
+    assert "max_tokens" not in other.value.message, "nothing was said of it"
     assert other.value.param == "messages"
+    with pytest.raises(ContextTooLong) as completion:
+        answer_tokens(101, chat(), 100, default=16, param="prompt")
+    assert completion.value.param == "prompt"
     assert answer_tokens(30, chat(max_tokens=70), 100, default=0) == 70
 
 

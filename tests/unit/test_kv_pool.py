@@ -11,7 +11,7 @@ import pytest
 from slipstream.errors import PoolTooSmall
 from slipstream.kv import pool as pool_module
 from slipstream.kv.layout import KVLayout
-from slipstream.kv.pool import HostPool
+from slipstream.kv.pool import HostPool, in_words
 
 LAYOUT = KVLayout(page_tokens=4, layers=2, kv_heads=1, head_dim=8, dtype="float32", total_kv_heads=1)
 
@@ -62,13 +62,13 @@ def test_a_view_outlives_the_pool() -> None:
 
 
 def test_fewer_than_two_pages_are_too_few_and_the_message_says_what_is_missing() -> None:
-    with pytest.raises(PoolTooSmall, match="512 bytes more"):
+    with pytest.raises(PoolTooSmall, match=r"0\.50 KiB more"):
         HostPool.allocate(LAYOUT, 1, 0)
 
 
 def test_more_than_the_machine_has_is_refused_with_the_missing_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "available_bytes", lambda: 512 * 10)
-    with pytest.raises(PoolTooSmall, match=r"1024 bytes are missing.*--kv-tokens to at most 40"):
+    with pytest.raises(PoolTooSmall, match=r"1.00 KiB are missing.*--kv-tokens to at most 40"):
         HostPool.allocate(LAYOUT, 12, 0)
 
 
@@ -85,3 +85,8 @@ def test_without_memory_files_a_temporary_file_serves(monkeypatch: pytest.Monkey
 def test_this_machine_says_how_much_memory_it_has() -> None:
     found = pool_module.available_bytes()
     assert found is None or found > 0
+
+
+def test_sizes_are_said_in_units_that_people_read() -> None:
+    sizes = (5, 1024, 200 << 20, 3 << 30, 5 << 40)
+    assert [in_words(size) for size in sizes] == ["5 bytes", "1.00 KiB", "0.20 GiB", "3.00 GiB", "5,120.00 GiB"]

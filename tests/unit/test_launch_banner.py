@@ -9,7 +9,7 @@ import shlex
 import msgspec
 from rich.console import Console
 
-from slipstream.launch.banner import Member, banner, curl_line, why_no_route
+from slipstream.launch.banner import Member, banner, curl_line, own_command, why_no_route
 from slipstream.launch.display import Display
 from slipstream.wire import RouteReport
 
@@ -60,7 +60,27 @@ def test_the_line_to_try_names_the_key_but_not_its_value():
     line = curl_line(URL, "m", with_key=True)
     assert '"authorization: Bearer $SLIPSTREAM_API_KEY"' in line  # in double quotes, so that the shell fills it in
     assert "authorization" not in curl_line(URL, "m")
-    assert "$SLIPSTREAM_API_KEY" in shown(member("both-0", "both"), with_key=True)
+    text = shown(member("both-0", "both"), with_key=True)
+    assert text.index("\nexport SLIPSTREAM_API_KEY=<your key>\n") < text.index("$SLIPSTREAM_API_KEY")
+    assert "export" not in shown(member("both-0", "both"))
+
+
+def test_the_command_is_the_script_of_this_installation_where_the_path_has_none_or_another(tmp_path, monkeypatch):
+    here, other = tmp_path / "a folder" / "bin", tmp_path / "other"
+    for folder in (here, other):
+        folder.mkdir(parents=True)
+        (folder / "slipstream").write_text("#!/bin/sh\n")
+        (folder / "slipstream").chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(here / "python"))
+    monkeypatch.setenv("PATH", str(other))
+    monkeypatch.chdir(tmp_path)
+    assert own_command() == "'a folder/bin/slipstream'"
+    assert shlex.split(own_command()) == ["a folder/bin/slipstream"]
+    monkeypatch.setenv("PATH", f"{here}:{other}")
+    assert own_command() == "slipstream"
+    monkeypatch.setattr("sys.executable", "/no where/python")
+    assert own_command() == "'/no where/python' -m slipstream"
+    assert f"check it: bin/slipstream doctor --url {URL}" in shown(member("both-0", "both"), command="bin/slipstream")
 
 
 def test_ranks_on_one_device_are_counted():

@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import shlex
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import ClassVar
 
 import pytest
 from rich.console import Console
@@ -120,6 +123,47 @@ def test_the_front_listens_where_it_was_told():
     assert url_of("0.0.0.0", 8000) == "http://127.0.0.1:8000"
     assert url_of("::", 8000) == "http://[::1]:8000"
     assert url_of("10.0.0.7", 8000) == "http://10.0.0.7:8000"
+
+
+class Greeter(BaseHTTPRequestHandler):
+    """Answers as the front does."""
+
+    answers: ClassVar = {"/health": b'{"status": "unavailable"}', "/version": b'{"version": "9.9"}'}
+
+    def do_GET(self) -> None:
+        body = self.answers.get(self.path, b"{}")
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+class Stranger(Greeter):
+    answers: ClassVar = {"/version": b'{"version": "9.9"}'}
+
+
+@pytest.mark.parametrize(
+    ("handler", "words"),
+    [(Greeter, r"another slipstream \(9\.9\), which serves http://127"), (Stranger, "another program")],
+)
+def test_of_a_port_in_use_it_is_said_whether_slipstream_has_it(
+    handler: type[Greeter], words: str, monkeypatch: pytest.MonkeyPatch
+):
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            monkeypatch.delenv("MAKELEVEL", raising=False)
+            with pytest.raises(ConfigError, match=f"is in use by {words}") as caught:
+                listen("127.0.0.1", server.server_port)
+            assert "PORT=" not in caught.value.message
+            monkeypatch.setenv("MAKELEVEL", "1")
+            with pytest.raises(ConfigError, match=r"--port \(PORT=... behind make serve\)"):
+                listen("127.0.0.1", server.server_port)
+        finally:
+            server.shutdown()
 
 
 MEMBERS = [

@@ -103,16 +103,29 @@ def test_the_longest_request_is_bounded_by_model_pool_and_user(tmp_path: Path):
     opened = open_model(engine)
     assert opened.max_model_len(10_000) == 512
     assert opened.max_model_len(5) == 64
-    asked = open_model(EngineConfig(model=str(folder), dtype="float32", max_model_len=600, threads=1))
-    with pytest.raises(ConfigError, match="max_model_len 600 exceeds the 512 positions"):
-        asked.max_model_len(10_000)
-    asked = open_model(EngineConfig(model=str(folder), dtype="float32", max_model_len=1, threads=1))
-    with pytest.raises(ConfigError, match="max_model_len 1 leaves no room for an answer"):
-        asked.max_model_len(10_000)
     asked = open_model(EngineConfig(model=str(folder), dtype="float32", max_model_len=100, threads=1))
     assert asked.max_model_len(10_000) == 100
     with pytest.raises(PoolTooSmall, match="max_model_len 100 does not fit into the KV pool of 64 tokens"):
         asked.max_model_len(5)
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    ("wish", "error", "words"),
+    [
+        ({"max_model_len": 600}, ConfigError, "max_model_len 600 exceeds the 512 positions"),
+        ({"max_model_len": 1}, ConfigError, "max_model_len 1 leaves no room for an answer"),
+        ({"max_model_len": 100, "kv_tokens": 50}, PoolTooSmall, "does not fit into the KV pool of 64 tokens"),
+        ({"kv_tokens": 1 << 40}, PoolTooSmall, r"needs [\d,.]+ GiB, [\d,.]+ [GM]iB are free on cpu before any weight"),
+    ],
+)
+def test_a_context_or_a_pool_that_cannot_be_is_refused_before_a_weight_is_read(tmp_path: Path, wish, error, words):
+    folder = save(reference("llama"), tmp_path)
+    read: list[int] = []
+    engine = EngineConfig(model=str(folder), dtype="float32", threads=1, **wish)
+    with pytest.raises(error, match=words):
+        open_model(engine, lambda done, total: read.append(done))
+    assert read == []
 
 
 @pytest.mark.usefixtures("no_gpu")

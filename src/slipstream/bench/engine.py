@@ -35,6 +35,7 @@ from slipstream.config import EngineConfig
 from slipstream.engine.plan import NewRow, StepPlan
 from slipstream.errors import ConfigError
 from slipstream.kv.layout import KVLayout
+from slipstream.launch.devices import this_machine
 from slipstream.types import SamplingParams
 
 LOOP_STEPS = 200
@@ -383,15 +384,19 @@ def command(
     kernels: bool,
     json_path: Path | None,
 ) -> None:
+    machine = this_machine()  # before torch, which takes seconds to be imported
+    if not machine.gpus:
+        raise ConfigError(f"bench engine measures GPUs; this machine has {machine.devices}.")
+    unknown = [name for name in shapes.split(",") if name not in SHAPES]
+    if unknown:
+        raise ConfigError(f"shape {unknown[0]!r} is not known; known: {', '.join(SHAPES)}.")
+    sizes, lengths = numbers(batches), numbers(prompts)
+    if json_path:
+        outfile.check(json_path)
     import torch
 
     if not torch.cuda.is_available():
         raise ConfigError("bench engine measures GPUs, and torch sees none here.")
-    unknown = [name for name in shapes.split(",") if name not in SHAPES]
-    if unknown:
-        raise ConfigError(f"shape {unknown[0]!r} is not known; known: {', '.join(SHAPES)}.")
-    if json_path:
-        outfile.check(json_path)
     console = Console(width=120, highlight=False)
     copy, product = card_rates()
     found = conditions(sys.argv, [torch.cuda.get_device_name(0)])
@@ -399,7 +404,7 @@ def command(
     report = EngineReport(conditions=found, copy_tb_s=copy, matmul_tflop_s=product, ready_s={}, rows=[])
     settings = {"kv_dtype": kv_dtype, "attention_backend": attention_backend, "page_tokens": page_tokens}
     for name in shapes.split(","):
-        measure_shape(report, name, numbers(batches), context, numbers(prompts), settings, console, kernels, sampled)
+        measure_shape(report, name, sizes, context, lengths, settings, console, kernels, sampled)
         torch.cuda.empty_cache()
     if json_path:
         write_json(report, json_path)

@@ -42,7 +42,7 @@ import click
 import msgspec
 
 from slipstream import outfile, wire
-from slipstream.bench.handoff_worker import HandoffOptions
+from slipstream.bench.handoff_options import HandoffOptions
 from slipstream.bench.report import write_json
 from slipstream.bench.transfer import default_memory
 from slipstream.config import TransferConfig
@@ -308,6 +308,15 @@ def parse_cases(text: str) -> list[tuple[int, int, int]]:
     return cases
 
 
+def parse_layout(text: str) -> tuple[int, int, int]:
+    """(layers, KV heads, head dimension) of "32x8x128"."""
+    numbers = text.split("x")
+    if len(numbers) != 3 or not all(number.isdigit() and int(number) > 0 for number in numbers):
+        raise ConfigError(f"--layout {text!r} is not LAYERSxHEADSxDIMENSION, such as 32x8x128")
+    layers, heads, dim = map(int, numbers)
+    return layers, heads, dim
+
+
 @click.command(help="Measure handoffs between two workers without a model: offer, grant, copies, commit.")
 @click.option("--memory", default="", help="SOURCE,TARGET, each cpu, cuda:N or a UUID. Default: two GPUs if there are.")
 @click.option("--cases", default="1024,8192", show_default=True, help="TOKENS[xUNDERWAY[xROUNDS]], comma-separated.")
@@ -340,7 +349,7 @@ def command(
     if json_path:
         outfile.check(json_path)
     wanted = parse_cases(cases)
-    layers, heads, dim = (int(number) for number in layout.split("x"))
+    layers, heads, dim = parse_layout(layout)
     sides = tuple(memory.split(",")) if memory else default_memory()
     refuse_transport(transport, sides)
     options = HandoffOptions(

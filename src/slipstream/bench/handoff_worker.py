@@ -26,7 +26,8 @@ import msgspec
 import numpy as np
 
 from slipstream import wire
-from slipstream.config import EngineConfig, TransferConfig, WorkerConfig
+from slipstream.bench.handoff_options import HandoffOptions
+from slipstream.config import EngineConfig, WorkerConfig
 from slipstream.engine import worker as worker_module
 from slipstream.engine.core import EngineCore
 from slipstream.engine.effects import CopyPages, Effect, ToPeer
@@ -42,35 +43,6 @@ from slipstream.transfer.job import CopyJob
 
 TOKEN = 7
 TICKS = 1.98e9  # of a GPU, a second: what the wait of a kernel is counted in
-
-
-class HandoffOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What both workers are: `tokens` in the pool, where it lies, and how long a prompt computes."""
-
-    role: str = "both"
-    memory: str = "cpu"
-    tokens: int = 8192
-    page_tokens: int = 16
-    layers: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    chunk_tokens: int = 16384
-    max_sequences: int = 128
-    compute_ms: float = 0.0
-    awake: bool = True
-    transfer: TransferConfig = TransferConfig()
-
-    @property
-    def layout(self) -> KVLayout:
-        return KVLayout(
-            page_tokens=self.page_tokens,
-            layers=self.layers,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            dtype="bfloat16",
-            total_kv_heads=self.kv_heads,
-            model="bench",
-        )
 
 
 class Diary:

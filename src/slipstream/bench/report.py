@@ -18,6 +18,10 @@ from slipstream import outfile
 from slipstream.errors import ConfigError
 from slipstream.version import __version__
 
+ABOVE_RAW = (
+    "of raw: GB/s over that of one call that copies the whole batch in one piece. More than 100 % is no mistake: that "
+    "is one way of copying, not a bound, and other work on the machine slows it as it slows the others."
+)
 PACKAGES = ("torch", "triton", "cuda-bindings", "numpy", "nixl-cu13", "nixl-cu12", "mooncake-transfer-engine-cuda13")
 
 
@@ -116,7 +120,7 @@ def transfer_table(report: TransferReport) -> Table:
     for heading in ("GB/s", "in flight", "of raw", "p50 us", "p99 us", "CPU s/GB"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("contents")
-    raw = {row.direction: row.gbps for row in report.rows if row.engine == "raw" and not row.problem}
+    raw = _raw_rates(report)
     last = None
     for row in sorted(report.rows, key=lambda row: (row.contiguous, row.page, row.direction)):
         key = (row.page, row.direction)
@@ -134,8 +138,16 @@ def transfer_table(report: TransferReport) -> Table:
     return table
 
 
+def _raw_rates(report: TransferReport) -> dict[str, float]:
+    """GB/s of the raw copy, by direction."""
+    return {row.direction: row.gbps for row in report.rows if row.engine == "raw" and not row.problem and row.gbps}
+
+
 def print_transfer(report: TransferReport, console: Console) -> None:
     console.print(transfer_table(report))
+    raw = _raw_rates(report)
+    if any(row.gbps > raw.get(row.direction, float("inf")) for row in report.rows if row.engine != "raw"):
+        console.print(ABOVE_RAW, highlight=False, markup=False, soft_wrap=True)
     for note in report.notes:
         console.print(note, highlight=False, markup=False)
 

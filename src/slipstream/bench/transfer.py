@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import socket
@@ -46,6 +47,8 @@ SETUP_S = 120.0  # importing torch and compiling kernels included
 BASELINES = ("raw", "memmove")  # copies inside one process, which transports are compared with
 PHASES = 3  # of a case: batches one at a time, several under way, single pages
 SHORTEST_CASE_S = 0.02
+STARTING_S = 5.0  # of an engine's two processes, about
+CHECKING_S = 0.5  # filling and comparing of a case, about
 LEAST_CASES = 3  # what an engine of fewer counts for when the budget is shared out: starting it takes time too
 
 
@@ -155,24 +158,36 @@ def run(options: Options, folder: Path, say: Callable[[str], None] = print) -> T
             usable.append(name)
     usable.sort(key=lambda name: name in BASELINES)
     end = time.monotonic() + options.budget_s
+    cases = {name: len(_cases(name, options)) * len(options.directions) for name in usable}
     for number, name in enumerate(usable):
         left = end - time.monotonic()
         if left <= 0:
-            _note(
-                f"{name} was not measured: the budget of {options.budget_s:g} s is used up. Give more with --budget.",
-                report,
-                say,
-            )
+            _note(f"{name} was not measured: the budget of {options.budget_s:g} s is used up", report, say)
             continue
         weights = [max(LEAST_CASES, len(_cases(other, options))) for other in usable[number:]]
         share = time.monotonic() + left * weights[0] / sum(weights)
-        _measure_engine(name, options, folder, share, report, say)
+        cases[name] = _measure_engine(name, options, folder, share, report, say)
     report.rows.sort(
         key=lambda row: (chosen.index(row.engine), row.contiguous, row.page, options.directions.index(row.direction))
     )
+    _tell_budget(cases, options, report, say)
     if unmeasured(chosen, report):
         _note("warning: no transport was measured; the lines above say why.", report, say)
     return report
+
+
+def _tell_budget(cases: dict[str, int], options: Options, report: TransferReport, say: Callable[[str], None]) -> None:
+    """Once for all engines, where the budget has cut any of them short: the one that would do."""
+    if not any("the budget of" in note for note in report.notes):
+        return
+    whole = sum(STARTING_S + number * (PHASES * options.case_s + CHECKING_S) for number in cases.values())
+    hardly = "warning: " if len(report.rows) < sum(cases.values()) / 2 else ""
+    _note(
+        f"{hardly}{len(report.rows)} of {sum(cases.values())} cases were measured. About --budget "
+        f"{10 * math.ceil(whole / 10)} is enough for all; --engines and --sizes ask for fewer.",
+        report,
+        say,
+    )
 
 
 def chosen_engines(options: Options) -> tuple[str, ...]:
@@ -200,7 +215,9 @@ def _package(name: str) -> str:
 
 def _measure_engine(
     name: str, options: Options, folder: Path, end: float, report: TransferReport, say: Callable[[str], None]
-) -> None:
+) -> int:
+    """Returns how many cases the engine has, of which those that fit into its share are measured."""
+    cases: list[tuple[Case, str]] = []
     environment = dict(ENGINES[name].environment)
     pair = [Child(environment, folder / f"{name}-{side}.log") for side in ("source", "target")]
     try:
@@ -211,12 +228,8 @@ def _measure_engine(
         for number, (case, direction) in enumerate(cases):
             left = end - time.monotonic()
             if number and left <= 0:
-                _note(
-                    f"{name}: {number} of {len(cases)} cases were measured in its share of the budget of "
-                    f"{options.budget_s:g} s. Give more with --budget, or ask for fewer with --sizes.",
-                    report,
-                    say,
-                )
+                text = f"{name}: {number} of {len(cases)} cases were measured in its share of the budget of"
+                _note(f"{text} {options.budget_s:g} s", report, say)
                 break
             seconds = min(options.case_s, max(SHORTEST_CASE_S, left / (len(cases) - number) / PHASES))
             row = _measure(pair, name, case, direction, seconds, options)
@@ -229,6 +242,7 @@ def _measure_engine(
     finally:
         for child in pair:
             child.kill()
+    return len(cases)
 
 
 def _set_up(pair: list[Child], name: str, options: Options, report: TransferReport) -> list[str]:
@@ -239,10 +253,9 @@ def _set_up(pair: list[Child], name: str, options: Options, report: TransferRepo
     for child, other in ((pair[0], hellos[1]), (pair[1], hellos[0])):
         child.ask("meet", options.limit_s, hello=other["hello"])
     connected = pair[0].ask("connect", SETUP_S)
-    costs = {name: float(f"{value:.4g}") for name, value in connected["costs"].items()}
-    report.notes.append(
-        f"{name}: set up in {hellos[0]['seconds']:.2f} s, connected in {connected['seconds']:.3f} s {costs}"
-    )
+    costs = ", ".join(f"{what} {value:.4g}" for what, value in connected["costs"].items())
+    spent = f"set up in {hellos[0]['seconds']:.2f} s, connected in {connected['seconds']:.3f} s"
+    report.notes.append(f"{name}: {spent} ({costs})" if costs else f"{name}: {spent}")
     return hellos[0]["directions"]
 
 

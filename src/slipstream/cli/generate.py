@@ -66,24 +66,27 @@ def _check(chosen: dict[str, Any]) -> None:
 def _answer(
     resolved: Resolved, text: str, system: str | None, raw: bool, stop: tuple[str, ...], chosen: dict[str, Any]
 ) -> None:
-    from rich.console import Console
+    from slipstream.launch.checks import refuse_model
+    from slipstream.launch.loading import Loading
 
     launch, engine = resolved.config(LaunchConfig), resolved.config(EngineConfig)
     find_model(engine)
-    with Console(stderr=True).status(f"loading {engine.model}"):
-        from slipstream.llm import DEFAULT_TOKENS, LLM
+    refuse_model(engine, [engine.tp])
+    click.echo(f"loading {engine.model} ...", err=True)  # what follows takes as long as torch does to be imported
+    from slipstream.llm import LLM
 
-        llm = LLM(
-            engine.model,
-            prefill=launch.prefill,
-            decode=launch.decode,
-            both=launch.both or None,
-            **{
-                s.name: resolved.given[s.name]
-                for s in OFFLINE
-                if s.name in resolved.given and _is_llm_setting(s.section, s.name)
-            },
-        )
+    llm = LLM(
+        engine.model,
+        prefill=launch.prefill,
+        decode=launch.decode,
+        both=launch.both or None,
+        loading=Loading(engine.model, _say),
+        **{
+            s.name: resolved.given[s.name]
+            for s in OFFLINE
+            if s.name in resolved.given and _is_llm_setting(s.section, s.name)
+        },
+    )
     with llm:
         tokenizer = llm.tokenizer
         if raw or tokenizer.chat_template is None:
@@ -91,11 +94,16 @@ def _answer(
         else:
             messages = [{"role": "system", "content": system}] if system else []
             ids = llm.chat_ids([*messages, {"role": "user", "content": text}])
-        room = max(1, min(DEFAULT_TOKENS, llm.max_model_len - len(ids)))
-        values = {"max_tokens": room, **tokenizer.sampling_defaults, **chosen}
+        if "max_tokens" not in chosen:
+            chosen["max_tokens"] = llm.room(ids)
+        values = {**tokenizer.sampling_defaults, **chosen}
         for piece in llm.stream(ids, msgspec.convert(values, SamplingParams, strict=False), stop=stop):
             click.echo(piece, nl=False)
         click.echo()
+
+
+def _say(model: str, percent: int) -> None:
+    click.echo(f"loading {model}: {percent} %", err=True)
 
 
 def _is_llm_setting(section: str, name: str) -> bool:

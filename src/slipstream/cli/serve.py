@@ -43,7 +43,7 @@ def command(model_argument: str | None, **options: Any) -> None:
     logs.set_up(front.log_level, front.log_format, "serve")
 
     from slipstream.front.tokenizer import load_tokenizer
-    from slipstream.launch.checks import refuse_ranks, refuse_transport
+    from slipstream.launch.checks import refuse_model, refuse_transport
     from slipstream.launch.cluster import Cluster
     from slipstream.launch.commands import ClusterConfig
     from slipstream.launch.devices import this_machine
@@ -65,6 +65,6 @@ def command(model_argument: str | None, **options: Any) -> None:
     placements = place(machine, launch.prefill, launch.decode, launch.both, config.engine.device, config.engine.tp)
     refuse_transport(config.transfer.transport, [name for placement in placements for name in placement.devices])
     find_model(config.engine)
-    refuse_ranks(config.engine, [placement.tp for placement in placements])
+    refuse_model(config.engine, [placement.tp for placement in placements])
     chats = load_tokenizer(config.engine.model, config.engine.tokenizer).chat_template is not None
     sys.exit(Cluster(config, placements, machine, chats=chats).run())

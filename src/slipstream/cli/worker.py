@@ -33,7 +33,7 @@ def command(model_argument: str | None, parent_fd: int | None, **options: Any) -
     worker, log = resolved.config(WorkerConfig), resolved.config(FrontConfig)
     logs.set_up(log.log_level, log.log_format, worker.name or f"worker-{worker.role}")
 
-    from slipstream.launch.checks import refuse_ranks, refuse_transport
+    from slipstream.launch.checks import refuse_model, refuse_transport
     from slipstream.launch.devices import this_machine
     from slipstream.launch.worker_process import run_worker
 
@@ -43,6 +43,6 @@ def command(model_argument: str | None, parent_fd: int | None, **options: Any) -
     on_cpu = engine.device == "cpu" or (engine.device == "auto" and not this_machine().gpus)
     refuse_transport(transfer.transport, ["cpu" if on_cpu else engine.device])
     find_model(engine)
-    refuse_ranks(engine, [engine.tp])
+    refuse_model(engine, [engine.tp])
     observe = resolved.config(ObserveConfig)
     sys.exit(run_worker(engine, worker, transfer, resolved.config(LaunchConfig).drain_s, observe))

@@ -14,12 +14,13 @@ Get = Callable[[str, str], tuple[int, bytes]]
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """`problem` is why it could not be asked; `reasons` why it would not answer a request now; `faults` what its
-    books get wrong."""
+    """`problem` is why it could not be asked; `keyless` that it wants an API key and did not get it; `reasons` why it
+    would not answer a request now; `faults` what its books get wrong."""
 
     url: str
     reachable: bool = False
     problem: str = ""
+    keyless: bool = False
     healthy: bool = False
     reasons: tuple[str, ...] = ()
     workers: tuple[Member, ...] = ()
@@ -42,10 +43,9 @@ def look(get: Get, url: str) -> Cluster:
         health = msgspec.json.decode(body, type=_Health)
         workers_status, listed = get(url, "/workers")
         if workers_status != 200:
-            what = (
-                "wants an API key (--api-key)" if workers_status == 401 else f"answers /workers with {workers_status}"
-            )
-            return Cluster(url=url, problem=f"what listens there {what}")
+            if workers_status == 401:
+                return Cluster(url=url, problem=f"{url} wants its API key", keyless=True)
+            return Cluster(url=url, problem=f"what listens there answers /workers with {workers_status}")
         workers = tuple(members(listed))
         audit_status, books = get(url, "/audit")
         faults = msgspec.json.decode(books, type=_Audit).problems if audit_status == 200 else ()

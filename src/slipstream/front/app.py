@@ -78,6 +78,12 @@ class FrontApp:
         self._routes = _routes(self.generator, self._admin, self._dashboard)
         self._named = _named_routes(self.generator, self._admin, self._dashboard)
 
+    @property
+    def _listed(self) -> list[str]:
+        """Paths for people and programs; not those that only the dashboard's page asks for."""
+        own = [path for path in self._routes if path != "/" and not path.startswith("/dashboard/")]
+        return [*own, *(f"{prefix}{{id}}" for prefix in self._named if prefix != "/dashboard/")]
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
@@ -142,7 +148,7 @@ class FrontApp:
                     raise _wrong_method(exchange, named)
                 await named[method](exchange, exchange.path[len(prefix) :])
                 return
-        raise RouteNotFound(f"there is no {exchange.path} here; the paths are {', '.join(self._routes)}")
+        raise RouteNotFound(f"there is no {exchange.path} here; the paths are {', '.join(self._listed)}")
 
     def _authorize(self, exchange: Exchange) -> None:
         if not self._key or exchange.path in self._open:

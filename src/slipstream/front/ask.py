@@ -177,22 +177,34 @@ def _check_ids(ids: Sequence[int] | Mapping[int, float], tokenizer: Tokenizer, p
             raise InvalidRequest(f"{param}: token ids are 0 to {size - 1}; {token} was given", param=param)
 
 
-def answer_tokens(prompt: int, ask: Ask, max_model_len: int, default: int) -> int:
+def answer_tokens(prompt: int, ask: Ask, max_model_len: int, default: int, param: str = "messages") -> int:
     """How many tokens the answer to a prompt of this length may have.
 
-    `default` is for a request that names no limit; 0 is all that the context leaves. Raises ContextTooLong.
+    `default` is for a request that names no limit; 0 is all that the context leaves. `param` is the field that
+    holds the prompt. Raises ContextTooLong.
     """
     room = max_model_len - prompt
     wanted = ask.max_tokens
+    if wanted is None and room < 1:
+        raise prompt_too_long(prompt, max_model_len, param)
     if wanted is None:
-        wanted = max(1, min(default or room, room))
+        wanted = min(default or room, room)
     if wanted > room:
         raise ContextTooLong(
             f"the prompt has {prompt} tokens and max_tokens is {wanted}, together {prompt + wanted}; this model's "
             f"context is {max_model_len} tokens. Shorten the prompt or ask for fewer tokens",
-            param="messages" if room < 1 else "max_tokens",
+            param=param if room < 1 else "max_tokens",
         )
     return wanted
+
+
+def prompt_too_long(prompt: int, max_model_len: int, param: str, which: str = "the prompt") -> ContextTooLong:
+    """The refusal of a prompt that leaves no token for an answer, where nothing was said of the answer's length."""
+    return ContextTooLong(
+        f"{which} has {prompt} tokens; this model's context is {max_model_len} tokens for prompt and answer together. "
+        "Shorten the prompt",
+        param=param,
+    )
 
 
 def check_characters(characters: int, tokenizer: Tokenizer, max_model_len: int, param: str) -> None:

@@ -167,7 +167,7 @@ class Generator:
 
     def _add(self, answer: Answer, prompt: Prompt, ask: Ask, card: Card, default: int, param: str) -> None:
         check_prompt_ids(prompt.ids, answer.tokenizer, param)
-        limit = answer_tokens(len(prompt.ids), ask, card.max_model_len, default)
+        limit = answer_tokens(len(prompt.ids), ask, card.max_model_len, default, param)
         answer.add(prompt, ask, replace(ask.sampling, max_tokens=limit, min_tokens=min(ask.sampling.min_tokens, limit)))
 
     # ------------------------------------------------------------------------------------------ answering

@@ -46,7 +46,7 @@ class HostPool:
             missing = (2 - pages) * layout.page_bytes
             raise PoolTooSmall(
                 f"a KV pool of {pages} pages ({pages * layout.page_tokens} tokens) cannot serve anything: one page is "
-                f"scratch, so at least 2 are needed, {missing} bytes more. Raise --kv-tokens to at least "
+                f"scratch, so at least 2 are needed, {in_words(missing)} more. Raise --kv-tokens to at least "
                 f"{2 * layout.page_tokens} or lower --page-tokens."
             )
         needed = pages * layout.page_bytes + probe_bytes
@@ -54,8 +54,9 @@ class HostPool:
         if available is not None and needed > available:
             fits = max(0, (available - probe_bytes) // layout.page_bytes) * layout.page_tokens
             raise PoolTooSmall(
-                f"a KV pool of {pages * layout.page_tokens} tokens needs {needed} bytes, {available} are available: "
-                f"{needed - available} bytes are missing. Lower --kv-tokens to at most {fits} or free memory."
+                f"a KV pool of {pages * layout.page_tokens} tokens needs {in_words(needed)}, {in_words(available)} are "
+                f"available: {in_words(needed - available)} are missing. Lower --kv-tokens to at most {fits} or free "
+                "memory."
             )
         return cls(layout, pages, probe_bytes)
 
@@ -109,6 +110,14 @@ def available_bytes() -> int | None:
     except (OSError, ValueError):
         pass
     return min(found) if found else None
+
+
+def in_words(size: int) -> str:
+    """Bytes for people: two decimals of GiB, and of smaller units below 0.1 of one."""
+    for factor, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= factor / 10:
+            return f"{size / factor:,.2f} {unit}"
+    return f"{size} bytes"
 
 
 def _aligned(size: int) -> int:

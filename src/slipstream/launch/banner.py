@@ -5,10 +5,14 @@ Made from the router's `/workers`, which is what it really uses, not from what w
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
+import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -77,11 +81,13 @@ def banner(
     router_pid: int,
     chats: bool = True,
     with_key: bool = False,
+    command: str = "slipstream",
     width: int = 120,
 ) -> str:
     """The text for a cluster of at least one member; lines of tables may be wider than `width` where names are.
 
     `chats`: the model has a chat template. `with_key`: the server asks for its API key.
+    `command` is what starts slipstream in another shell (`own_command`).
     """
     model = members[0].served_name
     context = min(member.max_model_len for member in members)
@@ -92,10 +98,23 @@ def banner(
     problems = [f"warning: {m.name}: {problem}" for m in members for problem in [m.problem, *m.problems] if problem]
     if problems:
         parts.append("\n".join(problems))
+    if with_key:
+        parts += ["it asks for its API key; in another shell, first:", "export SLIPSTREAM_API_KEY=<your key>"]
     parts += ["try it:", curl_line(url, model, chats=chats, with_key=with_key)]
-    see = f"see it: {url}/dashboard, slipstream timeline --url {url}"
-    parts.append(f"{see}\ncheck it: slipstream doctor --url {url}. Ctrl-C ends it.")
+    see = f"see it: {url}/dashboard, {command} timeline --url {url}"
+    parts.append(f"{see}\ncheck it: {command} doctor --url {url}. Ctrl-C ends it.")
     return "\n" + "\n\n".join(parts) + "\n"
+
+
+def own_command() -> str:
+    """What starts this slipstream in a shell that has the same PATH and working directory, quoted for it."""
+    script = Path(sys.executable).with_name("slipstream")
+    found = shutil.which("slipstream")
+    if found and script.exists() and os.path.samefile(found, script):
+        return "slipstream"
+    if script.exists():
+        return shlex.quote(min(os.path.relpath(script), str(script), key=len))
+    return f"{shlex.quote(sys.executable)} -m slipstream"
 
 
 def _who(members: Sequence[Member], url: str, page_tokens: int, router_pid: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
-from slipstream.model.config import read_config, refuse_indivisible
+from slipstream.model.config import read_config, refuse_indivisible, refuse_length
 from slipstream.model.files import locate
 from slipstream.transfer.transports import missing_package
 
@@ -23,11 +23,15 @@ def refuse_transport(transport: str, devices: Iterable[str]) -> None:
         )
 
 
-def refuse_ranks(engine: EngineConfig, sizes: Iterable[int]) -> None:
-    """Raises ConfigError when the model cannot be divided among as many tensor-parallel ranks, ModelError when it
-    cannot be read."""
+def refuse_model(engine: EngineConfig, sizes: Iterable[int]) -> None:
+    """Raises ConfigError when the model cannot be divided among as many tensor-parallel ranks or has not the context
+    that was asked for, PoolTooSmall when the pool that was asked for does not hold that context, ModelError when the
+    model cannot be read."""
     several = {size for size in sizes if size > 1}
-    if several:
-        config = read_config(locate(engine.model, need_weights=engine.load_format != "dummy"))
-        for size in sorted(several):
-            refuse_indivisible(config, size)
+    if not several and not engine.max_model_len:
+        return
+    config = read_config(locate(engine.model, need_weights=engine.load_format != "dummy"))
+    for size in sorted(several):
+        refuse_indivisible(config, size)
+    pool_tokens = -(-engine.kv_tokens // engine.page_tokens) * engine.page_tokens
+    refuse_length(config, engine.max_model_len, pool_tokens, engine.model)

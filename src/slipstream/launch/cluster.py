@@ -18,7 +18,7 @@ from types import FrameType
 from urllib.parse import urlsplit
 
 from slipstream.errors import SetupError
-from slipstream.launch.banner import Member, banner, pairs, why_no_route
+from slipstream.launch.banner import Member, banner, own_command, pairs, why_no_route
 from slipstream.launch.commands import ROUTER_NAME, ClusterConfig, router_again, router_spec, with_port, worker_specs
 from slipstream.launch.devices import Machine
 from slipstream.launch.display import Display
@@ -163,6 +163,7 @@ class Cluster:
             router_pid=self._supervisor.children[ROUTER_NAME].pid,
             chats=self._chats,
             with_key=bool(self._config.front.api_key),
+            command=own_command(),
         )
         self._display.banner(text)
 

@@ -99,7 +99,7 @@ def place(machine: Machine, prefill: str, decode: str, both: str, device: str = 
             devices if isinstance(devices, list) else _take(f"--{role}", devices, free, machine)
         )
     ]
-    _refuse_what_cannot_serve(placements)
+    _refuse_what_cannot_serve(placements, [role for role in ROLES if role in wanted])
     return placements
 
 
@@ -279,10 +279,17 @@ def _has_room(
     )
 
 
-def _refuse_what_cannot_serve(placements: list[Placement]) -> None:
+def _refuse_what_cannot_serve(placements: list[Placement], asked: list[Role]) -> None:
+    """`asked` are the roles that flags were given for."""
     roles = {placement.role for placement in placements}
     if not placements:
-        raise ConfigError("no worker is asked for: give --both 1, or --prefill 1 --decode 1.")
+        given = " and ".join(f"--{role} 0" for role in asked)
+        work = {"prefill": "prefill", "decode": "decode", "both": "serve"}
+        nobody = "serve" if len(asked) != 1 else work[asked[0]]
+        raise ConfigError(
+            f"with {given} nobody would {nobody}: leave it out, or give --prefill 1 --decode 1 for a worker of each "
+            "phase, or --both 1 for one that does both."
+        )
     for missing, present in (("decode", "prefill"), ("prefill", "decode")):
         if roles == {present}:
             raise ConfigError(

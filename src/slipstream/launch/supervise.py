@@ -19,6 +19,7 @@ import contextlib
 import logging
 import os
 import queue
+import re
 import signal
 import subprocess
 import threading
@@ -37,6 +38,7 @@ KEPT_LINES = 30
 STACKS_S = 1.0  # for a child that hangs to print where its threads are
 LONGEST_LOOK_S = 10.0  # what the time between two looks at the silent counts at most
 SETUP_EXIT_CODES = (1, 2)
+REFUSAL = "error: "  # how the sentence begins with which a command of ours ends
 OutputLine = Callable[[str, str], None]
 
 
@@ -86,6 +88,7 @@ class Child:
     was_up: bool = False
     start_again_at: float = 0.0
     killed_because: str = ""
+    refused: str = ""  # the sentence of this life in which it refuses to start, as long as nobody has been told
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
 
     @property
@@ -148,6 +151,11 @@ class Silences:
         return dict(self._since)
 
 
+def _reason(refusal: str) -> str:
+    """The same for children that refuse for the same reason: each has measured its own numbers."""
+    return re.sub(r"\d[\d.,]*", "#", refusal)
+
+
 class Supervisor:
     """The children of this process. Use from one thread; `wake` may be called from anywhere, also a signal handler.
 
@@ -160,6 +168,7 @@ class Supervisor:
         self._events: queue.SimpleQueue[_Line | _End | None] = queue.SimpleQueue()
         self._lifeline = Lifeline()
         self._stopping = False
+        self._refusals: set[str] = set()  # those that GaveUp has told of
         self.children: dict[str, Child] = {}
 
     @property
@@ -197,7 +206,7 @@ class Supervisor:
         child.started_at = time.monotonic()
         child.starts += 1
         child.up = child.heard = False
-        child.killed_because = ""
+        child.killed_because = child.refused = ""
         reader = threading.Thread(target=self._read, args=(child, process), name=f"read-{spec.name}", daemon=True)
         reader.start()
         threading.Thread(
@@ -236,8 +245,12 @@ class Supervisor:
 
     def _handle(self, event: _Line | _End | None) -> None:
         if isinstance(event, _Line):
-            event.child.last_lines.append(event.text)
-            self._on_line(event.child.name, event.text)
+            child = event.child
+            child.last_lines.append(event.text)
+            if event.text.startswith(REFUSAL) and not (child.up or child.was_up or child.refused):
+                child.refused = event.text  # told by GaveUp, once for all children that end for the same reason
+            else:
+                self._on_line(child.name, event.text)
         elif isinstance(event, _End) and event.process is event.child.process:
             self._ended(event.child, event.process.returncode)
 
@@ -245,11 +258,14 @@ class Supervisor:
         child.state = State.ENDED
         child.was_up = child.was_up or child.up
         if self._stopping:
+            self._tell_refusal(child)
             return
         lived = time.monotonic() - child.started_at
         child.failures = child.failures + 1 if lived < self._policy.quick_s else 1
         if code in SETUP_EXIT_CODES and not child.was_up:
+            self._refusals.add(_reason(child.refused))
             raise GaveUp(self._refusal(child, code), child.name, code)
+        self._tell_refusal(child)
         if child.failures >= self._policy.max_failures and not child.was_up:
             message = f"{child.name} ended {child.failures} times in a row soon after its start; the last time it "
             raise GaveUp(message + ended_how(code) + self._last_words(child), child.name, 1)
@@ -259,11 +275,15 @@ class Supervisor:
         how = f"was killed because it {child.killed_because}" if child.killed_because else ended_how(code)
         logger.warning("%s (pid %d) %s; starting it again in %.1f s", child.name, child.pid, how, pause)
 
+    def _tell_refusal(self, child: Child) -> None:
+        if child.refused and _reason(child.refused) not in self._refusals:
+            self._on_line(child.name, child.refused)
+
     def _refusal(self, child: Child, code: int) -> str:
         """The sentence of a command of ours that refused to start; the last lines where it has none."""
         for line in reversed(child.last_lines):
-            if line.startswith("error: "):
-                return f"{child.name}: {line.removeprefix('error: ')}"
+            if line.startswith(REFUSAL):
+                return f"{child.name}: {line.removeprefix(REFUSAL)}"
         return f"{child.name} {ended_how(code)}{self._last_words(child)}"
 
     @staticmethod
@@ -303,9 +323,13 @@ class Supervisor:
         deadline = time.monotonic() + grace_s
         while any(child.running for child in children) and time.monotonic() < deadline and not hurry():
             self._take(min(0.2, max(0.001, deadline - time.monotonic())))
+        asked = hurry()
         for child in children:
             if child.running:
-                logger.warning("%s (pid %d) did not end in time; killing it", child.name, child.pid)
+                if asked:
+                    logger.info("%s (pid %d) is killed at once, as was asked for", child.name, child.pid)
+                else:
+                    logger.warning("%s (pid %d) did not end in time; killing it", child.name, child.pid)
                 self._signal(child, signal.SIGKILL)
         while any(child.running for child in children):
             self._take(0.2)

@@ -11,22 +11,18 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from types import FrameType
 
-from rich import progress
-from rich.console import Console
-
 from slipstream import garbage, outlet
 from slipstream.config import EngineConfig, ObserveConfig, TransferConfig, WorkerConfig
 from slipstream.launch.limits import raise_open_files
+from slipstream.launch.loading import Loading
 
 logger = logging.getLogger(__name__)
 
 ENGINE_FAILED = 70  # exit code: not the command's fault, so starting it again may help
-PROGRESS_INTERVAL_S = 2.0
 PASSIVE_WAITING = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "KMP_BLOCKTIME": "0",
@@ -58,7 +54,7 @@ def run_worker(
     started = time.monotonic()
     logger.info("loading %s", engine.model)
     try:
-        worker.start(_Progress(engine.model))
+        worker.start(Loading(engine.model))
     except RankLost as error:
         logger.error("%s", error.message)
         return ENGINE_FAILED
@@ -101,30 +97,3 @@ def _stop_on_signals(worker: object, drain_s: float) -> None:
 
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-
-
-class _Progress:
-    """How far loading is: a bar on a terminal, elsewhere a line every few seconds."""
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-        self._said_at = time.monotonic()
-        self._bar = progress.Progress(transient=True, console=Console(stderr=True)) if sys.stderr.isatty() else None
-        self._task = progress.TaskID(0)
-
-    def __call__(self, done: int, total: int) -> None:
-        if self._bar is not None:
-            self._draw(self._bar, done, total)
-            return
-        now = time.monotonic()
-        if total > 0 and now - self._said_at >= PROGRESS_INTERVAL_S:
-            self._said_at = now
-            logger.info("loading %s: %d %%", self._model, 100 * done // total)
-
-    def _draw(self, bar: progress.Progress, done: int, total: int) -> None:
-        if not bar.tasks:
-            self._task = bar.add_task(f"loading {self._model}", total=total)
-            bar.start()
-        bar.update(self._task, completed=done)
-        if done >= total:
-            bar.stop()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from slipstream.errors import ConfigError, ModelError
+from slipstream.errors import ConfigError, ModelError, PoolTooSmall
 from slipstream.kv.layout import ITEM_BYTES, KVLayout, head_range
 from slipstream.model.files import ModelFiles, read_json
 
@@ -143,6 +143,28 @@ def refuse_indivisible(config: ModelConfig, size: int) -> None:
         f"{config.intermediate} cannot be divided among {size} ranks; --tp may be "
         f"{', '.join(map(str, possible))} for it."
     )
+
+
+def refuse_length(config: ModelConfig, wanted: int, pool_tokens: int, model: str) -> None:
+    """Refuses a `max_model_len` that cannot be had of `model`; 0 asks for none, and `pool_tokens` 0 is not known yet.
+
+    Raises ConfigError for more than the model has or for too little to answer anything, PoolTooSmall for more than
+    the pool has.
+    """
+    if wanted == 1:
+        raise ConfigError(
+            "max_model_len 1 leaves no room for an answer: prompt and answer have at least one token each; "
+            "raise --max-model-len to 2 or more."
+        )
+    if wanted > config.max_position:
+        raise ConfigError(
+            f"max_model_len {wanted} exceeds the {config.max_position} positions of {model}; lower --max-model-len."
+        )
+    if pool_tokens and wanted > pool_tokens:
+        raise PoolTooSmall(
+            f"max_model_len {wanted} does not fit into the KV pool of {pool_tokens} tokens; "
+            f"lower --max-model-len or raise --kv-tokens to at least {wanted}."
+        )
 
 
 def _divides(config: ModelConfig, size: int) -> bool:

@@ -16,7 +16,7 @@ import torch
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, PoolTooSmall
 from slipstream.kv.layout import KVLayout
-from slipstream.kv.pool import available_bytes
+from slipstream.kv.pool import available_bytes, in_words
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +109,18 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return available_bytes()
+
+
+def refuse_pool(engine: EngineConfig, layout: KVLayout, device: torch.device, free: int | None) -> None:
+    """Raises PoolTooSmall when a KV pool that was asked for would not fit into the `free` bytes of a device even
+    without weights; None is not known."""
+    needed = (layout.pages_for(engine.kv_tokens) + 1) * layout.page_bytes
+    if engine.kv_tokens and free is not None and needed > free:
+        raise PoolTooSmall(
+            f"a KV pool of {engine.kv_tokens} tokens needs {in_words(needed)}, {in_words(free)} are free on {device} "
+            f"before any weight is there. Lower --kv-tokens, to clearly less than {free // layout.token_bytes}, or "
+            "free memory."
+        )
 
 
 def pool_pages(engine: EngineConfig, layout: KVLayout, device: torch.device, step_bytes: int = 0) -> int:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from slipstream.config import EngineConfig
-from slipstream.errors import ConfigError, PoolTooSmall
+from slipstream.errors import ConfigError
 from slipstream.kv.layout import HeadRange, KVLayout, head_range
 from slipstream.kv.pool import HostPool
-from slipstream.model.config import ModelConfig, read_config, refuse_indivisible
+from slipstream.model.config import ModelConfig, read_config, refuse_indivisible, refuse_length
 from slipstream.model.files import ModelFiles, locate
 from slipstream.model.llama import Llama
 from slipstream.model.loader import Progress, load
@@ -32,6 +32,7 @@ from slipstream.run.device import (
     free_bytes,
     place,
     pool_pages,
+    refuse_pool,
     usable_cores,
 )
 from slipstream.run.parallel import Group, MemoryGroup
@@ -144,21 +145,7 @@ class OpenedModel:
         """
         pool_tokens = (pages - 1) * self.layout.page_tokens  # one page is scratch
         wanted = self.engine.max_model_len
-        if wanted == 1:
-            raise ConfigError(
-                "max_model_len 1 leaves no room for an answer: prompt and answer have at least one token each; "
-                "raise --max-model-len to 2 or more."
-            )
-        if wanted > self.config.max_position:
-            raise ConfigError(
-                f"max_model_len {wanted} exceeds the {self.config.max_position} positions of {self.engine.model}; "
-                "lower --max-model-len."
-            )
-        if wanted > pool_tokens:
-            raise PoolTooSmall(
-                f"max_model_len {wanted} does not fit into the KV pool of {pool_tokens} tokens; "
-                f"lower --max-model-len or raise --kv-tokens to at least {wanted}."
-            )
+        refuse_length(self.config, wanted, pool_tokens, self.engine.model)
         return wanted or min(self.config.max_position, pool_tokens)
 
     def runner(self, pool: Region | Tensor, max_sequences: int) -> Runner:
@@ -194,8 +181,9 @@ class OpenedModel:
 def open_model(engine: EngineConfig, progress: Progress | None = None, *, rank: int = 0) -> OpenedModel:
     """Loads the model that a worker was configured with, or the part of it that is rank `rank`'s.
 
-    `engine.device` names that rank's device alone. Raises ConfigError for a device that is not there, or a model that
-    `engine.tp` ranks cannot share, and ModelError for whatever is wrong with the model.
+    `engine.device` names that rank's device alone. Before a weight is read it raises ConfigError for a device that is
+    not there, a model that `engine.tp` ranks cannot share, or a context that it does not have, PoolTooSmall for a pool
+    that cannot hold what was asked for or does not fit; ModelError for whatever is wrong with the model.
     """
     if engine.tp > 1 and not engine.threads:
         engine = msgspec.structs.replace(engine, threads=max(1, len(usable_cores()) // engine.tp))
@@ -216,7 +204,9 @@ def open_model(engine: EngineConfig, progress: Progress | None = None, *, rank: 
     layout = config.layout(engine.page_tokens, kv_dtype, engine.tp, rank)
     if placement.threads:
         torch.set_num_threads(placement.threads)
+    refuse_length(config, engine.max_model_len, layout.pages_for(engine.kv_tokens) * engine.page_tokens, engine.model)
     free = free_bytes(placement.device)
+    refuse_pool(engine, layout, placement.device, free)
     model = load(
         files,
         config,

@@ -136,7 +136,7 @@ def command(words: tuple[str, ...], url: str, **options) -> None:
     console = outfile.terminal(160, highlight=False)
     if files:
         found = [reports.load_report(path) for path in files]
-        reports.print_table(found, console)
+        reports.print_reports(found, console)
     else:
         report, whole = measure(url, options, console)
         found = [report]
@@ -183,7 +183,7 @@ def measure(url: str, options: dict, console: Console) -> tuple[reports.ServeRep
             report, whole = session.interrupted(), False
     if report is None:
         raise click.Abort
-    reports.print_report(report, console)
+    reports.print_reports([report], console)
     return report, whole
 
 

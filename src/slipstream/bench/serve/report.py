@@ -151,19 +151,24 @@ def _of_trace(report: ServeReport) -> bool:
     return report.load["arrivals"] == "trace"
 
 
-def print_report(report: ServeReport, console: Console) -> None:
-    print_table([report], console)
-    if report.slo is not None:
-        console.print(f"goodput: share of requests with {report.slo}; 95 % interval")
-    for row in report.rates:
-        for kind, count in row.errors.items():
-            console.print(
-                f"[red]{asked(report, row)}: {count} x {kind}: {row.error_examples.get(kind, '')}", highlight=False
-            )
-        for note in row.notes:
-            console.print(f"{asked(report, row)}: {note}", highlight=False)
-    for note in report.notes:
-        console.print(note, highlight=False)
+def print_reports(reports: Sequence[ServeReport], console: Console) -> None:
+    """The table of all, and below it what has to be known of each to read it: bounds of goodput, errors, warnings."""
+    print_table(reports, console)
+    for report in reports:
+        name = f"{report.label}: " if len(reports) > 1 else ""
+
+        def say(text: str, style: str = "", name: str = name) -> None:
+            console.print(name + text, style=style, highlight=False, markup=False)
+
+        if report.slo is not None:
+            say(f"goodput: share of requests with {report.slo}; 95 % interval")
+        for row in report.rates:
+            for kind, count in row.errors.items():
+                say(f"{asked(report, row)}: {count} x {kind}: {row.error_examples.get(kind, '')}", "red")
+            for note in row.notes:
+                say(f"{asked(report, row)}: {note}")
+        for note in report.notes:
+            say(note)
 
 
 # -------------------------------------------------------------------------------------------------------------- curves

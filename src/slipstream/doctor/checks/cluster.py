@@ -31,6 +31,13 @@ def reachable(case: Case) -> Verdict:
         return _none(case)
     if found.reachable:
         return ok(f"{found.url}: {len(found.workers)} workers")
+    if found.keyless:
+        return fail(
+            found.problem,
+            wanted="the key that the server was started with",
+            why="without it nothing else about it can be checked",
+            remedy="give its key: --api-key KEY, or export SLIPSTREAM_API_KEY=KEY",
+        )
     return fail(
         found.problem,
         wanted="a router of slipstream at that URL",

@@ -39,7 +39,7 @@ def port(case: Case) -> Verdict:
     if not reason:
         return ok(f"{front.host}:{front.port}")
     if reason == "in use":
-        if case.cluster is not None and case.cluster.reachable:
+        if case.cluster is not None and (case.cluster.reachable or case.cluster.keyless):
             return ok(f"{front.host}:{front.port} is used by a running slipstream")
         return warn(
             f"{front.host}:{front.port} is in use by another program",

@@ -94,7 +94,8 @@ class DeviceMemory:
         except CudaError as error:
             free, total = device.available()
             raise PoolTooSmall(
-                f"the KV pool needs {whole} bytes on {device.uuid}, of whose {total} bytes {free} are free ({error}). "
+                f"the KV pool needs {whole / 2**30:.2f} GiB on {device.uuid}, of whose {total / 2**30:.2f} GiB "
+                f"{free / 2**30:.2f} are free ({error}). "
                 "Lower --kv-tokens or --mem-fraction, or free the GPU"
             ) from error
         self._interface = {"shape": (size,), "typestr": "|u1", "data": (self.address, False), "version": 3}
