@@ -8,7 +8,7 @@ import socket
 
 import msgspec
 
-from slipstream.doctor.asking import Unreachable, get
+from slipstream.asking import Unreachable, get
 from slipstream.errors import ConfigError
 
 BACKLOG = 2048

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from slipstream import asking
+from slipstream.asking import Unreachable, get
 from slipstream.cli import timeline as timeline_command
 from slipstream.cli.main import cli
-from slipstream.doctor import asking, cluster
-from slipstream.doctor.asking import Unreachable, get
+from slipstream.doctor import cluster
 from slipstream.errors import ConfigError, SlipstreamError
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"

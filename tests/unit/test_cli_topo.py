@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from slipstream import asking
 from slipstream.cli.main import cli
-from slipstream.doctor import asking, routes
+from slipstream.doctor import routes
 from slipstream.errors import ConfigError, SlipstreamError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "topology"

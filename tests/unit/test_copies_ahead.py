@@ -5,6 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -211,10 +213,35 @@ class OrderedRunner:
         return self.collect()
 
 
+@contextmanager
+def handing_over(
+    runner: OrderedRunner,
+    deliver: Callable[[list[Effect]], None],
+    core: type[EngineCore] = EngineCore,
+    **told: Callable[..., None],
+) -> Iterator[EngineLoop]:
+    """A running loop with a prompt of three granted pages; nothing may have failed at its end."""
+    failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+    numbers = EngineConfig(page_tokens=4, chunk_tokens=64, max_sequences=4, max_model_len=64)
+    loop = EngineLoop(
+        core(LAYOUT, 33, numbers, ()),
+        runner,
+        deliver=deliver,
+        on_step=lambda plan, seconds: None,
+        on_failure=failures.put,
+        **told,
+    )
+    loop.post(lambda core: core.submit(request(max_tokens=5), "router", "decode"))
+    loop.start()
+    loop.post(lambda core: core.from_destination("decode", grant(1, 7, 8, 9)))
+    yield loop
+    loop.stop()
+    assert failures.empty()
+
+
 def test_the_loop_hands_out_copies_while_their_step_computes_and_tells_of_its_end() -> None:
     copies: queue.SimpleQueue[CopyPages] = queue.SimpleQueue()
     ends: queue.SimpleQueue[tuple[Behind, float]] = queue.SimpleQueue()
-    failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
 
     def deliver(effects: list[Effect]) -> None:
         for effect in effects:
@@ -224,33 +251,19 @@ def test_the_loop_hands_out_copies_while_their_step_computes_and_tells_of_its_en
                 copies.put(effect)
 
     runner = OrderedRunner()
-    numbers = EngineConfig(page_tokens=4, chunk_tokens=64, max_sequences=4, max_model_len=64)
-    loop = EngineLoop(
-        EngineCore(LAYOUT, 33, numbers, ()),
-        runner,
-        deliver=deliver,
-        on_step=lambda plan, seconds: None,
-        on_failure=failures.put,
-        on_end=lambda behind: ends.put((behind, behind.seen)),
-    )
-    loop.post(lambda core: core.submit(request(max_tokens=5), "router", "decode"))
-    loop.start()
-    loop.post(lambda core: core.from_destination("decode", grant(1, 7, 8, 9)))
-    job = copies.get(timeout=PATIENCE_S)
-    assert job.behind is not None
-    assert (job.behind.event, job.behind.seen) == ("event 1", 0.0)
-    assert ends.empty()
-    runner.go.release()
-    behind, at = ends.get(timeout=PATIENCE_S)
-    assert behind is job.behind
-    assert at > 0
-    loop.stop()
-    assert failures.empty()
+    with handing_over(runner, deliver, on_end=lambda behind: ends.put((behind, behind.seen))):
+        job = copies.get(timeout=PATIENCE_S)
+        assert job.behind is not None
+        assert (job.behind.event, job.behind.seen) == ("event 1", 0.0)
+        assert ends.empty()
+        runner.go.release()
+        behind, at = ends.get(timeout=PATIENCE_S)
+        assert behind is job.behind
+        assert at > 0
 
 
 def test_copies_that_have_ended_when_their_step_is_settled_are_committed_before_the_next_is_planned() -> None:
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
-    failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
     jobs: list[CopyPages] = []
     queued = threading.Event()
 
@@ -277,25 +290,12 @@ def test_copies_that_have_ended_when_their_step_is_settled_are_committed_before_
             return super().schedule()
 
     runner = OrderedRunner()
-    numbers = EngineConfig(page_tokens=4, chunk_tokens=64, max_sequences=4, max_model_len=64)
-    loop = EngineLoop(
-        Planning(LAYOUT, 33, numbers, ()),
-        runner,
-        deliver=deliver,
-        on_step=lambda plan, seconds: None,
-        on_failure=failures.put,
-        look=look,
-    )
-    loop.post(lambda core: core.submit(request(max_tokens=5), "router", "decode"))
-    loop.start()
-    loop.post(lambda core: core.from_destination("decode", grant(1, 7, 8, 9)))
-    assert queued.wait(PATIENCE_S)
-    while not told.empty():
-        told.get()
-    runner.go.release()
-    assert [told.get(timeout=PATIENCE_S) for _ in range(3)] == ["token", "commit", "plan"]
-    loop.stop()
-    assert failures.empty()
+    with handing_over(runner, deliver, Planning, look=look) as loop:
+        assert queued.wait(PATIENCE_S)
+        while not told.empty():
+            told.get()
+        runner.go.release()
+        assert [told.get(timeout=PATIENCE_S) for _ in range(3)] == ["token", "commit", "plan"]
 
 
 @pytest.mark.parametrize(

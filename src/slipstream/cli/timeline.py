@@ -13,7 +13,7 @@ from slipstream import outfile
 from slipstream.errors import ConfigError, SlipstreamError
 
 if TYPE_CHECKING:
-    from slipstream.doctor.asking import Unreachable
+    from slipstream.asking import Unreachable
 
 LAST = 20
 MOST = 1000  # that a front remembers
@@ -126,7 +126,7 @@ class _Client:
 
     def _get(self, path: str) -> tuple[int, dict[str, Any]]:
         """Raises Unreachable, ConfigError."""
-        from slipstream.doctor.asking import get
+        from slipstream.asking import get
 
         status, body = get(self._url, path, self._key, ANSWER_S)
         if status == 401:
@@ -140,7 +140,7 @@ class _Client:
         return status, answer
 
     def _stranger(self, status: int) -> Unreachable:
-        from slipstream.doctor.asking import Unreachable
+        from slipstream.asking import Unreachable
 
         return Unreachable(f"what answers at {self._url} ({status}) is no slipstream front.")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from slipstream.doctor.asking import Unreachable
+from slipstream.asking import Unreachable
 from slipstream.doctor.routes import Member, members
 from slipstream.doctor.system import NoAnswer
 

@@ -17,9 +17,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
 
+from slipstream.asking import Unreachable
+from slipstream.asking import get as http_get
 from slipstream.doctor import driver, elf
-from slipstream.doctor.asking import Unreachable
-from slipstream.doctor.asking import get as http_get
 from slipstream.doctor.system import Limit, NoAnswer, Package, Space, System
 from slipstream.topo.tree import FolderTree
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.doctor.asking import Unreachable, get
+from slipstream.asking import Unreachable, get
 from slipstream.errors import ConfigError
 from slipstream.topo.choose import Pair, Plan
 from slipstream.transfer.order import better

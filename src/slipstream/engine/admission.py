@@ -28,8 +28,8 @@ class Admission:
     def serve(self, *, busy: bool) -> None:
         """Serves waiting sequences and offers, as far as pages, rows and tokens go. `busy`: a step is under way."""
         scheduler, incoming = self._scheduler, self._incoming
-        if not scheduler.waiting and not incoming.deferred:
-            return
+        if not incoming.deferred and (not scheduler.waiting or scheduler.spent):
+            return  # nobody can begin, and nobody take pages from who waits
         if self._futile == self._room():
             return
         settled = scheduler.admit(scheduler.claims(incoming.deferred), self.attempt)

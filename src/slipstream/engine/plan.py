@@ -6,6 +6,7 @@ numpy; S is the number of sequences in the step, T the number of tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -79,21 +80,49 @@ class StepOutcome:
     prompt_logprobs: dict[int, list[Logprob | None]] = field(default_factory=dict)
 
 
+Part = tuple[int, int, int]  # of one sequence in a step: its row, the position of its first token, its tokens
+
+
+def scratch_plan(
+    parts: list[Part],
+    page_tokens: int,
+    first_token: int = 0,
+    *,
+    step: int = 0,
+    sample: bool = True,
+    new_rows: list[NewRow] | None = None,
+    freed_rows: list[int] | None = None,
+    telling: Iterable[int] = (),
+) -> StepPlan:
+    """A step of zeros in the scratch page, but for the first token of all, of sequences that nobody knows.
+
+    `telling`: the sequences whose prompts' log-probabilities are asked for.
+    """
+    counts = np.array([tokens for _, _, tokens in parts], dtype=np.int64)
+    ends = np.array([first + tokens for _, first, tokens in parts], dtype=np.int64)
+    token_ids = np.zeros(int(counts.sum()), dtype=np.int64)
+    token_ids[:1] = first_token
+    positions = [np.arange(first, first + tokens, dtype=np.int64) for _, first, tokens in parts]
+    return StepPlan(
+        step=step,
+        token_ids=token_ids,
+        positions=np.concatenate([*positions, np.zeros(0, dtype=np.int64)]),
+        query_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        context_lens=ends,
+        block_tables=np.zeros((len(parts), -(-int(ends.max(initial=1)) // page_tokens)), dtype=np.int64),
+        rows=np.array([row for row, _, _ in parts], dtype=np.int64),
+        sample=np.full(len(parts), sample),
+        new_rows=new_rows or [],
+        freed_rows=freed_rows or [],
+        prompt_logprobs={index: np.zeros(parts[index][2], dtype=np.int64) for index in telling},
+    )
+
+
 def probe_plan(failed: StepPlan) -> StepPlan:
     """A step that no input can spoil: one token in the scratch page, sampled. For asking a device whether it works.
 
     It borrows a row of the failed plan, whose state the next plan says again.
     """
     row = int(failed.rows[0])
-    zero: IntArray = np.zeros(1, dtype=np.int64)
-    return StepPlan(
-        step=failed.step,
-        token_ids=zero,
-        positions=zero,
-        query_start=np.array([0, 1]),
-        context_lens=np.array([1]),
-        block_tables=np.zeros((1, 1), dtype=np.int64),
-        rows=np.array([row]),
-        sample=np.ones(1, dtype=np.bool_),
-        new_rows=[NewRow(row, SamplingParams(), [], [], (), 0)],
-    )
+    new = NewRow(row, SamplingParams(), [], [], (), 0)
+    return scratch_plan([(row, 0, 1)], 1, step=failed.step, new_rows=[new])

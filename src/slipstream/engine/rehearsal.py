@@ -13,13 +13,10 @@ What it does not try are sizes; a runner of GPUs does that by itself (`CudaRunne
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Protocol
 
-import numpy as np
-
-from slipstream.engine.plan import FROM_DEVICE, NewRow, StepOutcome, StepPlan
+from slipstream.engine.plan import FROM_DEVICE, NewRow, StepOutcome, StepPlan, scratch_plan
 from slipstream.types import SamplingParams
 
 CHUNK, TAIL = 20, 3  # tokens of the first piece of a prompt, and of its end: few, for a CPU
@@ -40,8 +37,6 @@ ASKED = (
         prompt_logprobs=1,
     ),
 )
-
-Part = tuple[int, int, int]  # of one sequence in a step: its row, the position of its first token, its tokens
 
 
 class Runner(Protocol):
@@ -102,46 +97,17 @@ def rehearsal(
     others = [(row, 0, tail) for row in range(1, len(asked))]
     last = len(others)  # in the step that these begin in: who wants to know how likely the prompt was
     telling = {last} if asked[-1].prompt_logprobs is not None else set[int]()
-    plans = [step([(0, 0, chunk)], page_tokens, sample=False, new_rows=new[:1]), step([(0, chunk, tail)], page_tokens)]
+    plans = [
+        scratch_plan([(0, 0, chunk)], page_tokens, sample=False, new_rows=new[:1]),
+        scratch_plan([(0, chunk, tail)], page_tokens),
+    ]
     at, known = chunk + tail, 0
     if ahead:
-        plans.append(step([(0, at, 1)], page_tokens, FROM_DEVICE))
+        plans.append(scratch_plan([(0, at, 1)], page_tokens, FROM_DEVICE))
         at, known = at + 1, FROM_DEVICE
     plans += [
-        step([(0, at, 1), *others], page_tokens, known, new_rows=new[1:], telling=telling),
-        step([(0, at + 1, 1), *((row, tail, 1) for row, _, _ in others)], page_tokens),
-        step([], page_tokens, freed_rows=list(range(len(asked)))),
+        scratch_plan([(0, at, 1), *others], page_tokens, known, new_rows=new[1:], telling=telling),
+        scratch_plan([(0, at + 1, 1), *((row, tail, 1) for row, _, _ in others)], page_tokens),
+        scratch_plan([], page_tokens, freed_rows=list(range(len(asked)))),
     ]
     return [replace(plan, step=number - len(plans)) for number, plan in enumerate(plans)]
-
-
-def step(
-    parts: list[Part],
-    page_tokens: int,
-    first_token: int = 0,
-    *,
-    sample: bool = True,
-    new_rows: list[NewRow] | None = None,
-    freed_rows: list[int] | None = None,
-    telling: Iterable[int] = (),
-) -> StepPlan:
-    """A plan of zeros in the scratch page, but for the first token of all. `telling`: the sequences whose prompts'
-    log-probabilities are asked for."""
-    counts = np.array([tokens for _, _, tokens in parts], dtype=np.int64)
-    ends = np.array([first + tokens for _, first, tokens in parts], dtype=np.int64)
-    token_ids = np.zeros(int(counts.sum()), dtype=np.int64)
-    token_ids[:1] = first_token
-    positions = [np.arange(first, first + tokens, dtype=np.int64) for _, first, tokens in parts]
-    return StepPlan(
-        step=0,
-        token_ids=token_ids,
-        positions=np.concatenate([*positions, np.zeros(0, dtype=np.int64)]),
-        query_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        context_lens=ends,
-        block_tables=np.zeros((len(parts), -(-int(ends.max(initial=1)) // page_tokens)), dtype=np.int64),
-        rows=np.array([row for row, _, _ in parts], dtype=np.int64),
-        sample=np.full(len(parts), sample),
-        new_rows=new_rows or [],
-        freed_rows=freed_rows or [],
-        prompt_logprobs={index: np.zeros(parts[index][2], dtype=np.int64) for index in telling},
-    )

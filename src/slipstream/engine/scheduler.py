@@ -175,7 +175,7 @@ class Scheduler:
         self._budget = max(most - len(rows), min(most, self._page_tokens)) if prompts else 0
         self._chunks = []
         for sequence in self.prefilling:
-            if self._budget == 0:
+            if self.spent:
                 break
             self._add_chunk(sequence)
         return decodes, rows
@@ -184,6 +184,11 @@ class Scheduler:
         """Second half: (sequence, tokens) of all prompt chunks, those of newly admitted sequences included."""
         chunks, self._chunks = self._chunks, []
         return chunks
+
+    @property
+    def spent(self) -> bool:
+        """Whether no token is left for a prompt to begin with."""
+        return self._budget == 0
 
     def end_step(self) -> None:
         """No step is being made: nothing is begun until the next one is."""
@@ -337,7 +342,7 @@ class Scheduler:
         growth = self.growth(tokens, sequence.limit, pages) if sequence.destination is None else 0
         if not self._fits(cost, growth):
             return Verdict.NO_PAGES
-        if self._budget == 0:
+        if self.spent:
             return Verdict.LATER
         self.account.hold(hits)
         sequence.pages = hits + self.account.take(new_pages)

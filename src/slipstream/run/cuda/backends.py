@@ -84,7 +84,7 @@ def _faster(ops: TritonOps, model: Llama) -> str:
     """Times both on the same prompt, leaves the faster in `ops`, and says so."""
     layer, config, layout = model.layers[0], model.config, ops.pool.layout
     step = MixedInputs(layout.page_tokens, layout.kv_heads, ops.pool.device).fill(
-        scratch_prompt(TRIED_TOKENS, layout.pages_for(TRIED_TOKENS))
+        scratch_prompt(TRIED_TOKENS, layout.page_tokens)
     )
     width = (config.heads + 2 * config.kv_heads) * config.head_dim
     place = {"dtype": ops.pool.dtype, "device": ops.pool.device}

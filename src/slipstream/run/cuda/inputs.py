@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.engine.plan import IntArray, StepPlan
+from slipstream.engine.plan import IntArray, StepPlan, scratch_plan
 from slipstream.run.cuda.kernels.shapes import decode_programs
 from slipstream.run.cuda.kernels.shares import NONE, NUMBERS, Division
 from slipstream.run.sampler import DRAW_COLUMNS, DrawColumns
@@ -208,16 +208,6 @@ class MixedInputs:
         return [ints[start : start + len(column)] for start, column in zip(starts, columns, strict=False)]
 
 
-def scratch_prompt(tokens: int, pages: int) -> StepPlan:
+def scratch_prompt(tokens: int, page_tokens: int) -> StepPlan:
     """A prompt that computes in the scratch page and whose sequence nobody knows."""
-    column: NDArray[np.int64] = np.arange(tokens)
-    return StepPlan(
-        step=0,
-        token_ids=np.zeros(tokens, dtype=np.int64),
-        positions=column,
-        query_start=np.array([0, tokens]),
-        context_lens=np.array([tokens]),
-        block_tables=np.zeros((1, pages), dtype=np.int64),
-        rows=np.zeros(1, dtype=np.int64),
-        sample=np.zeros(1, dtype=np.bool_),
-    )
+    return scratch_plan([(0, 0, tokens)], page_tokens, sample=False)

@@ -122,7 +122,7 @@ def _prompts(ops: TritonOps, model: Llama, layer: DecoderLayer, *, paged: bool) 
     """Attention of prompts; `paged`: also where sequences are too long to be laid out."""
     layout = ops.pool.layout
     inputs = MixedInputs(layout.page_tokens, layout.kv_heads, model.device)
-    step = inputs.fill(scratch_prompt(PROMPT, layout.pages_for(PROMPT)))
+    step = inputs.fill(scratch_prompt(PROMPT, layout.page_tokens))
     qkv = torch.empty(PROMPT, layer.qkv.weight.shape[0], dtype=model.dtype, device=model.device)
     out = qkv.new_empty(PROMPT, model.config.heads * model.config.head_dim)
     ops.prefill_attention(layer, qkv, out, step)

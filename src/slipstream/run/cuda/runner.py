@@ -141,12 +141,12 @@ class CudaRunner(Runner):
             beyond = [max(self._pieces.sizes) + 1] if self._pieces.sizes else []
             for length in (*WARM_LENGTHS, *beyond):
                 if length <= max_pages * self.layout.page_tokens:
-                    logits = self._logits(self._forward(scratch_prompt(length, self.layout.pages_for(length)))[-1:])
+                    logits = self._logits(self._forward(scratch_prompt(length, self.layout.page_tokens))[-1:])
                     self._draw(logits, self.sampler.table.columns(np.zeros(1, dtype=np.int64), np.array([length])))
                     self._sync()
             for length in sorted({*LARGER_LENGTHS, chunk_tokens}):
                 if max(WARM_LENGTHS) < length <= min(chunk_tokens, max_pages * self.layout.page_tokens):
-                    plan = scratch_prompt(length, self.layout.pages_for(length))
+                    plan = scratch_prompt(length, self.layout.page_tokens)
                     mixed(self.model, self._ops, self._mixed.fill(plan), layers=1)
                     self._sync()
             self._pin()
