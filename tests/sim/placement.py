@@ -2,8 +2,8 @@
 
 An engine here is nothing but step times (`Card`). It steps for as long as it has work: each step decodes one token of
 every sequence and computes up to `chunk_tokens` of the prompts that wait, in order of arrival, or `beside_tokens` while
-sequences decode there. A step is planned when the one before it begins, as the engine does it, so what comes meanwhile
-waits for the one after. Requests are placed by `slipstream.router.place.place` on standings that are charged and
+sequences decode there. A step is planned shortly before the one in front of it ends, as the engine does it
+(`engine/ahead.py`), so what comes later waits for the one after. Requests are placed by `slipstream.router.place.place` on standings that are charged and
 discharged as the router does it, `MESSAGE_S` late, and told of pace and load every `STATUS_S`, as workers do it. A
 handed-over request decodes when its last pages have come. Nothing else is modelled: no pages, no prefixes, no faults.
 
@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from slipstream import wire
+from slipstream.engine.ahead import SHARE, SLACK_S
 from slipstream.engine.pace import Pace
 from slipstream.router.place import KnownKeys, Placement, Prompt, Standing, place
 from slipstream.types import Role
@@ -213,13 +214,18 @@ class World:
         if step is None:
             return
         engine.busy = True
-        engine.receive()
-        engine.next = engine.plan(step)
         tokens = sum(count for _, count in step.chunks)
         length = engine.card.step_s(len(step.rows), tokens, engine.rng)
         engine.pace.step(len(step.rows), tokens, length)
         engine.busy_s["decodes" if not tokens else "mixed" if step.rows else "prompts"] += length
+        host_s = engine.card.mixed_host_s if tokens and step.rows else engine.card.launch_s
+        self._at(now + max(0.0, (1.0 - SHARE) * length - SLACK_S - host_s), "ahead", (engine, step))
         self._at(now + length, "settle", (engine, step))
+
+    def _ahead(self, now: float, what: tuple[Engine, Step]) -> None:
+        engine, step = what
+        engine.receive()
+        engine.next = engine.plan(step)
 
     def _settle(self, now: float, what: tuple[Engine, Step]) -> None:
         engine, step = what

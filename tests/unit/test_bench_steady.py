@@ -32,6 +32,9 @@ class Recorder:
 
     def behind(self) -> None: ...
 
+    def ended(self) -> bool:
+        return True
+
     def collect(self) -> StepOutcome:
         plan = self._launched.popleft()
         if 0 <= self.broken_at <= plan.step:

@@ -203,6 +203,9 @@ class OrderedRunner:
     def behind(self) -> str:
         return f"event {self._launched[-1].step}"
 
+    def ended(self) -> bool:
+        return False
+
     def collect(self) -> StepOutcome:
         assert self.go.acquire(timeout=PATIENCE_S)
         plan = self._launched.popleft()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ from tests.unit.test_core import EOS, LAYOUT, request
 
 from slipstream import wire
 from slipstream.config import EngineConfig
+from slipstream.engine.ahead import Ahead
 from slipstream.engine.core import EngineCore
 from slipstream.engine.effects import Effect, ToRouter
 from slipstream.engine.loop import EngineLoop
@@ -27,6 +29,8 @@ class PoisonedRunner:
     `most` is how many steps were under way at once.
     """
 
+    attention = "none"
+
     def __init__(self, poison: set[int], depth: int) -> None:
         self.poison = poison
         self.broken = False
@@ -39,6 +43,9 @@ class PoisonedRunner:
         self.most = max(self.most, len(self._launched))
 
     def behind(self) -> None: ...
+
+    def ended(self) -> bool:
+        return True
 
     def collect(self) -> StepOutcome:
         plan = self._launched.popleft()
@@ -54,11 +61,11 @@ class PoisonedRunner:
 class Work:
     """A running loop; `ended` gets (request, code) of each that has ended, `failures` what ended the loop."""
 
-    def __init__(self, *poison: int, depth: int = 1) -> None:
+    def __init__(self, *poison: int, depth: int = 1, runner: PoisonedRunner | None = None) -> None:
         numbers = EngineConfig(page_tokens=4, chunk_tokens=64, max_sequences=16, max_model_len=64)
         self.ended: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self.failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
-        self.runner = PoisonedRunner(set(poison), depth)
+        self.runner = runner or PoisonedRunner(set(poison), depth)
         self.loop = EngineLoop(
             EngineCore(LAYOUT, 65, numbers, (EOS,)),
             self.runner,
@@ -142,6 +149,48 @@ def test_as_many_steps_are_under_way_as_the_runner_takes(depth: int) -> None:
     work.loop.stop()
     assert work.runner.most == depth
     assert work.loop.core.audit().settled
+
+
+class HeldRunner(PoisonedRunner):
+    """Steps end when `go` is released; `launches` gets the plans."""
+
+    def __init__(self) -> None:
+        super().__init__(set(), 2)
+        self.go = threading.Semaphore(0)
+        self.launches: queue.SimpleQueue[StepPlan] = queue.SimpleQueue()
+
+    def launch(self, plan: StepPlan) -> None:
+        super().launch(plan)
+        self.launches.put(plan)
+
+    def ended(self) -> bool:
+        if over := self.go.acquire(blocking=False):
+            self.go.release()
+        return over
+
+    def collect(self) -> StepOutcome:
+        assert self.go.acquire(timeout=PATIENCE_S)
+        return super().collect()
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_what_comes_before_the_next_step_is_due_is_part_of_it(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what comes later waits for that step too. A step that ends before its time is noticed."""
+    monkeypatch.setattr(Ahead, "due", lambda self, plan, begun: begun + (PATIENCE_S if early else 0.0))
+    runner = HeldRunner()
+    work = Work(runner=runner)
+    work.submit(request("a", 4, max_tokens=8))
+    work.loop.start()
+    assert runner.launches.get(timeout=PATIENCE_S).sequences == 1
+    if not early:
+        assert runner.launches.get(timeout=PATIENCE_S).sequences == 1
+    work.submit(request("b", 4, start=50, max_tokens=8))
+    runner.go.release()
+    assert runner.launches.get(timeout=PATIENCE_S).sequences == 2
+    runner.go.release(100)
+    assert work.ends(2) == {"a": "length", "b": "length"}
+    work.loop.stop()
+    assert work.failures.empty()
 
 
 def test_steps_under_way_are_settled_when_the_loop_stops() -> None:

@@ -81,6 +81,9 @@ class NullRunner:
     def behind(self) -> Any:
         return None
 
+    def ended(self) -> bool:
+        return True
+
     def collect(self) -> StepOutcome:
         plan, self._plan = self._plan, None
         assert plan is not None

@@ -12,11 +12,12 @@ that has it sees to the event before it goes. Events are applied, and effects de
 threads.
 
 Steps are launched and collected by the loop thread alone. While none is under way the one that has the turn plans the
-next, else the loop thread does: a step is made when the device is about to be free for it, of all that has come.
+next, else the loop thread does.
 
 Where the runner allows it a step is launched before the one in front of it has been collected: the device goes on while
-the host settles that one, tells its tokens, and plans the next. Where it has an event behind the step (`behind`), the
-copies of what the step computes are handed out as soon as it is launched, to wait for it on the device.
+the host settles that one and tells its tokens. It is planned late (engine/ahead.py), so that what comes meanwhile need
+not wait for one step more. Where the runner has an event behind the step (`behind`), the copies of what the step
+computes are handed out as soon as it is launched, to wait for it on the device.
 
 A step that raises has harmed no pages but those of its sequences, so the core finds by trying them one by one which of
 them cannot be computed, and fails that one. Before that the loop asks the device for a step that no request has a part
@@ -40,6 +41,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from slipstream.engine.ahead import Ahead
 from slipstream.engine.core import EngineCore
 from slipstream.engine.effects import Effect
 from slipstream.engine.plan import StepOutcome, StepPlan, probe_plan
@@ -49,14 +51,16 @@ logger = logging.getLogger(__name__)
 
 Event = Callable[[EngineCore], None]
 
+LOOK_S = 1e-3  # how often it is looked whether a step has ended that the next was not planned behind yet
+
 
 class Runner(Protocol):
     """What executes plans, in the order in which they are launched; see `run.runner.Runner`.
 
     `depth` is how many steps may be launched before the first of them is collected. `launch` returns before the step
     is done where the device allows, and raises nothing; `behind` is the device's event behind the step launched last,
-    None where copies have to wait until it is collected; `collect` waits for the oldest step under way, and raises what
-    that step raised. `execute` launches and collects. `attention` names its backend.
+    None where copies have to wait until it is collected; `ended` says whether the oldest step under way is over;
+    `collect` waits for that, and raises what it raised. `execute` launches and collects. `attention` names its backend.
     """
 
     @property
@@ -65,6 +69,7 @@ class Runner(Protocol):
     def attention(self) -> str: ...
     def launch(self, plan: StepPlan) -> None: ...
     def behind(self) -> Any: ...
+    def ended(self) -> bool: ...
     def collect(self) -> StepOutcome: ...
     def execute(self, plan: StepPlan) -> StepOutcome: ...
 
@@ -120,6 +125,9 @@ class EngineLoop:
         self._planned: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()  # of those, not launched; None: look up
         self._launched: deque[tuple[float, Behind | None]] = deque()  # when, for the others; the loop thread's
         self._finished = 0.0
+        self._ahead = Ahead()
+        self._late = False  # the oldest step under way was over when the next was launched
+        self._planning = 0.0  # when the loop thread began to plan what is to be launched; 0 if it did not
         self._thread = threading.Thread(target=self._run, name="slipstream-loop", daemon=True)
 
     def start(self) -> None:
@@ -168,7 +176,7 @@ class EngineLoop:
                 self._turn.release()
 
     def _take_turn(self, *, plan: bool) -> None:
-        """With the turn: applies all events that are there, plans steps if `plan`, and delivers what follows."""
+        """With the turn: applies all events that are there, plans a step if `plan`, and delivers what follows."""
         self._turns += 1
         self._receive()
         if self._over:
@@ -177,15 +185,10 @@ class EngineLoop:
             self._deliver(self.core.take_effects())  # what has just been decided does not wait for a plan
         else:
             self.core.answer_offers()
-        while plan and len(self._under_way) < self._runner.depth:
-            step = self.core.schedule()
-            if step is not None:
-                self._under_way.append(step)
-                self._planned.put(step)  # the loop thread wakes while we deliver
-            self._deliver(self.core.take_effects())
-            if step is None:
-                return
-            self._receive()
+        step = self.core.schedule() if plan else None
+        if step is not None:
+            self._under_way.append(step)
+            self._planned.put(step)  # the loop thread wakes while we deliver
         self._deliver(self.core.take_effects())
 
     def _receive(self) -> None:
@@ -245,7 +248,10 @@ class EngineLoop:
             plan = self._planned.get(block=not self._launched)
             while plan is not None:
                 began = time.perf_counter()
+                self._late = bool(self._launched) and self._runner.ended()
                 self._runner.launch(plan)
+                self._ahead.launched(plan, time.perf_counter() - (self._planning or began))
+                self._planning = 0.0
                 event = self._runner.behind()
                 behind = None if event is None else Behind(event)
                 self._launched.append((began, behind))
@@ -260,9 +266,20 @@ class EngineLoop:
             self._deliver(self.core.take_effects())
 
     def _plan_ahead(self) -> None:
-        if len(self._under_way) < self._runner.depth and not self._over:
-            with self._turn:
-                self._take_turn(plan=True)
+        if len(self._under_way) < self._runner.depth:
+            self._wait_until_due()
+            if not self._over:
+                self._planning = time.perf_counter()
+                with self._turn:
+                    self._take_turn(plan=True)
+                if self._planned.empty():
+                    self._planning = 0.0
+
+    def _wait_until_due(self) -> None:
+        """Sleeps while it is too early to plan what comes behind the step that is being computed."""
+        due = self._ahead.due(self._under_way[0], max(self._launched[0][0], self._finished))
+        while (left := due - time.perf_counter()) > 0 and not (self._over or self._runner.ended()):
+            time.sleep(min(left, LOOK_S))
 
     def _finish(self) -> None:
         """Waits for the oldest step and settles it; the time of a step counts from the end of the one before."""
@@ -283,12 +300,13 @@ class EngineLoop:
             else:
                 self.core.settle(plan, outcome)
                 begun, self._finished = max(launched, self._finished), time.perf_counter()
+                self._ahead.ended(plan, self._finished - begun, late=self._late)
                 self._on_step(plan, self._finished - begun)
             self._deliver(self.core.take_effects())
             if look:
                 self._look()
             if not self._over:
-                self._take_turn(plan=True)
+                self._take_turn(plan=not self._launched)
         if look:
             self._look()
 

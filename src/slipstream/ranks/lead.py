@@ -22,6 +22,7 @@ class Runner(Protocol):
     @property
     def attention(self) -> str: ...
     def launch(self, plan: StepPlan) -> None: ...
+    def ended(self) -> bool: ...
     def collect(self) -> StepOutcome: ...
 
 
@@ -62,6 +63,9 @@ class LeadRunner:
 
     def behind(self) -> None:
         """Never: the events of other ranks are theirs, and the orders of copies and of steps reach them apart."""
+
+    def ended(self) -> bool:
+        return self._under_way[0][2] is not None or self._runner.ended()
 
     def collect(self) -> StepOutcome:
         step, exchanges, error = self._under_way.popleft()

@@ -175,6 +175,15 @@ class CudaRunner(Runner):
         last = self._launched[-1]
         return last.done if isinstance(last, Launched) else None
 
+    def ended(self) -> bool:
+        oldest = self._launched[0]
+        if isinstance(oldest, Exception) or oldest.done is None:
+            return True
+        try:
+            return oldest.done.query()
+        except RuntimeError:  # for `collect` to raise
+            return True
+
     @torch.inference_mode()
     def collect(self) -> StepOutcome:
         launched = self._launched.popleft()
