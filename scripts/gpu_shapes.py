@@ -4,8 +4,9 @@
 
 Steps: products (of few rows: cuBLAS with the norm, SiLU and residual around it, `one_row`, and shapes of `few_rows`),
 prompts (attention of prompts: the kernels and FlashInfer where it is there), decode (splits, tiles, warps and stages of
-decode attention at 1k of context). Each figure is microseconds a layer over all layers in one CUDA graph; prompts are
-milliseconds. The first run compiles for minutes. Needs torch, triton and one GPU of Hopper's kind.
+decode attention at 1k of context), long (the same for few sequences that are long, or uneven). Each figure is
+microseconds a layer over all layers in one CUDA graph; prompts are milliseconds. The first run compiles for minutes.
+Needs torch, triton and one GPU of Hopper's kind.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ FEW_GATED = ((64, 64, 5), (64, 64, 8), (64, 128, 2), (64, 128, 3), (64, 128, 4),
 SPLITS = (1, 2, 3, 4, 6, 8, 12)
 SHARED_BYTES = 227 << 10  # of a multiprocessor, for one program
 PROMPTS = ((8192, 0), (2048, 6144), (512, 7680), (512, 0))  # new tokens, earlier ones
-PAGES = 64  # of a sequence that decodes
+PAGE = 16  # tokens
+PAGES = 1 << 14  # of the pool
 MOST_SHARES = 1100  # splits times sequences times KV heads
-DECODE_BATCHES = (1, 8, 32, 48, 64, 128, 256)
-STEPS = ("products", "prompts", "decode")
+Lengths = tuple[int, ...]
+EVEN: tuple[Lengths, ...] = tuple((1024,) * batch for batch in (1, 8, 32, 48, 64, 128, 256))
+LONG: tuple[Lengths, ...] = ((8192,), (32768,), (4096,) * 4, (*(300,) * 24, 8192), (300,) * 25)
+STEPS = ("products", "prompts", "decode", "long")
 
 
 def main() -> None:
@@ -49,8 +53,8 @@ def main() -> None:
                 for tokens, earlier in PROMPTS:
                     prompts(shape, tokens, earlier, opened, ops)
             else:
-                for batch in DECODE_BATCHES:
-                    decode(shape, batch, opened, ops)
+                for lengths in EVEN if step == "decode" else LONG:
+                    decode(shape, lengths, opened, ops)
         del opened, ops
         torch.cuda.empty_cache()
 
@@ -63,8 +67,8 @@ def opened_ops(shape: str) -> tuple[Any, Any]:
     from slipstream.run.cuda.kernels.ops import TritonOps
 
     opened = opened_model(shape, "cuda:0")
-    most = max(DECODE_BATCHES)
-    memory = torch.empty((most * PAGES + 1) * opened.layout.page_bytes, dtype=torch.uint8, device="cuda:0")
+    most = max(map(len, EVEN))
+    memory = torch.empty((PAGES + 1) * opened.layout.page_bytes, dtype=torch.uint8, device="cuda:0")
     memory.view(torch.bfloat16).normal_()
     pool = PagedPool(memory, opened.layout, torch.bfloat16)
     ops = TritonOps(opened.config, pool, opened.model.rotary, most, pdl=True)
@@ -171,38 +175,40 @@ def prompts(shape: str, tokens: int, earlier: int, opened: Any, ops: Any) -> Non
     ops.prompts = None
 
 
-def decode(shape: str, batch: int, opened: Any, ops: Any) -> None:
+def decode(shape: str, lengths: Lengths, opened: Any, ops: Any) -> None:
     import torch
 
     from slipstream.run.cuda.inputs import DecodeColumns
     from slipstream.run.cuda.kernels import shapes
     from slipstream.run.cuda.kernels.shares import Division
 
-    config, plain = opened.config, shapes.decode_shape
+    config, plain, batch, contexts = opened.config, shapes.decode_shape, len(lengths), np.array(lengths)
     width = (config.heads + 2 * config.kv_heads) * config.head_dim
     qkv = torch.randn(batch, width, dtype=torch.bfloat16, device="cuda:0")
     out = torch.empty(batch, config.heads * config.head_dim, dtype=torch.bfloat16, device="cuda:0")
     ints = {"dtype": torch.int32, "device": "cuda:0"}
-    lengths = torch.full((batch,), PAGES * 16, **ints)
-    tables = torch.randperm(batch * PAGES, **ints) + 1
-    columns = lengths, lengths, tables, torch.full((1,), PAGES, **ints), lengths
+    pages = -(-max(lengths) // PAGE)
+    tables = torch.stack([torch.randperm(PAGES, **ints)[:pages] + 1 for _ in lengths]).reshape(-1)
+    there = torch.tensor(contexts, **ints)
+    columns = there, there, tables, torch.full((1,), pages, **ints), there
     found, now = {}, plain(batch * config.kv_heads)
     for chosen in {now, *decode_shapes(batch * config.kv_heads)}:
         shapes.decode_shape = lambda pairs, chosen=chosen: chosen
-        shares = Division(config.kv_heads).of(np.full(batch, PAGES * 16), batch)
+        shares = Division(config.kv_heads).of(contexts, batch)
         step = DecodeColumns(*columns, torch.tensor(shares.reshape(-1), **ints))
         name = "/".join(map(str, chosen))
         found[name] = graph_us(
             lambda layer, step=step: ops.decode_attention(layer, qkv, out, step), opened.model.layers
         )
     shapes.decode_shape = plain
-    size = batch * PAGES * 16 * opened.layout.token_bytes // opened.layout.layers
-    report(f"{shape} batch {batch}, now {'/'.join(map(str, now))}", found, size)
+    size = sum(lengths) * opened.layout.token_bytes // opened.layout.layers
+    even = f"{batch} of {lengths[0]:,}" if len(set(lengths)) == 1 else f"{batch} to {max(lengths):,}"
+    report(f"{shape} {even}, now {'/'.join(map(str, now))}", found, size)
 
 
 def decode_shapes(pairs: int) -> Iterator[tuple[int, int, int, int]]:
     """(splits, tokens, warps, stages) that may pay: few splits where pairs fill the chip, many where they do not."""
-    for splits in (1, 2, 4, 8, 16, 32):
+    for splits in (1, 2, 3, 4, 6, 8, 16, 32, 64):
         if (splits > 1 and splits * pairs > MOST_SHARES) or splits * pairs < min(128, 32 * pairs):
             continue
         for tile, warps, stages in ((64, 2, 2), (64, 2, 3), (64, 4, 3), (128, 4, 3), (128, 8, 3)):
