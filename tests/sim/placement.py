@@ -3,9 +3,10 @@
 An engine here is nothing but step times (`Card`). It steps for as long as it has work: each step decodes one token of
 every sequence and computes up to `chunk_tokens` of the prompts that wait, in order of arrival, or `beside_tokens` while
 sequences decode there. A step is planned shortly before the one in front of it ends, as the engine does it
-(`engine/ahead.py`), so what comes later waits for the one after. Requests are placed by `slipstream.router.place.place` on standings that are charged and
-discharged as the router does it, `MESSAGE_S` late, and told of pace and load every `STATUS_S`, as workers do it. A
-handed-over request decodes when its last pages have come. Nothing else is modelled: no pages, no prefixes, no faults.
+(`engine/ahead.py`), so what comes later waits for the one after. Requests are placed by `slipstream.router.place.place`
+on standings that are charged and discharged as the router does it, `MESSAGE_S` late, and told of pace and load every
+`STATUS_S`, as workers do it. A handed-over request decodes when its last pages have come. Nothing else is modelled: no
+pages, no prefixes, no faults.
 
     python -m tests.sim.placement       prints the table of docs/routing.md
 

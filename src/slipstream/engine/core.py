@@ -124,6 +124,10 @@ class EngineCore:
         self._ending: set[Sequence] = set()  # ended, but a step or a copy still uses their pages
         self._flights = Flights(self._rows, self._scheduler, observer, lambda sequence: self._release(sequence))
 
+    def limit_mixed(self, tokens: int) -> None:
+        """From now on steps in which sequences decode hold so many tokens at most, or what they need to go on."""
+        self._scheduler.limit_mixed(tokens)
+
     # --------------------------------------------------------------------------------------------------- from routers
 
     def submit(self, request: Request, router: str, decode_at: str | None = None) -> None:

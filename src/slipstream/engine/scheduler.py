@@ -151,6 +151,10 @@ class Scheduler:
     def running(self) -> int:
         return len(self.prefilling) + len(self.decoding) + len(self.landed)
 
+    def limit_mixed(self, tokens: int) -> None:
+        """Takes the place of `mixed_chunk_tokens`."""
+        self._mixed_chunk_tokens = min(tokens, self._chunk_tokens)
+
     # ------------------------------------------------------------------------------------------------------- a step
 
     def begin(self, *, busy: bool) -> tuple[list[Sequence], IntArray] | None:

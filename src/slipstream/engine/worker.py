@@ -35,6 +35,7 @@ import msgspec
 
 from slipstream import garbage
 from slipstream.config import EngineConfig, ObserveConfig, TransferConfig, WorkerConfig
+from slipstream.engine.chunks import measured
 from slipstream.engine.core import EngineCore
 from slipstream.engine.effects import CopyPages, Effect
 from slipstream.engine.guard import Guard, Hung
@@ -168,14 +169,7 @@ class Worker:
             on_failure=self._failed,
             on_end=agent.ripe,
             look=agent.look,
-            rehearse=partial(
-                rehearse,
-                runner,
-                page_tokens=opened.layout.page_tokens,
-                max_sequences=self._engine.max_sequences,
-                max_tokens=min(max_model_len, opened.engine.chunk_tokens),
-                eos_ids=opened.config.eos_ids,
-            ),
+            rehearse=partial(self._rehearse, runner, core, opened),
         )
         self._copies.attach(agent, team, lambda: runner.collected if isinstance(runner, LeadRunner) else -1)
         names = [opened.device_name, *(other.device for other in self._opened)]
@@ -400,6 +394,20 @@ class Worker:
         self._failed(error)
 
     # ---------------------------------------------------------------------------------------------- between threads
+
+    def _rehearse(self, runner: Runner, core: EngineCore, opened: OpenedModel) -> None:
+        """On the loop thread, before the first step."""
+        page_tokens, max_tokens = opened.layout.page_tokens, min(core.max_model_len, opened.engine.chunk_tokens)
+        rehearse(
+            runner,
+            page_tokens=page_tokens,
+            max_sequences=self._engine.max_sequences,
+            max_tokens=max_tokens,
+            eos_ids=opened.config.eos_ids,
+        )
+        if opened.device.type != "cpu" and not self._engine.mixed_chunk_tokens and self._engine.max_sequences > 1:
+            most = min(opened.engine.mixed_chunk_tokens, max_tokens)
+            core.limit_mixed(measured(runner, page_tokens=page_tokens, most=most))
 
     def _stepped(self, plan: StepPlan, seconds: float) -> None:
         self._metrics.step(plan, seconds)

@@ -1,0 +1,70 @@
+"""How many tokens a step computes where sequences decode beside prompts, when nobody has said: it is measured.
+
+What is computed of a prompt beside sequences that decode is what these wait for between two tokens, so few are wanted.
+But a step has costs of its own (all weights are read, the host launches every kernel), and the fewer tokens it has, the
+slower prompts get. So the least is taken that computes prompts nearly as fast as many would: a large model that fills
+the device with few tokens gets small pieces, a small one, for which the host is the limit, large ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+from slipstream.engine.plan import NewRow, StepOutcome, StepPlan, scratch_plan
+from slipstream.types import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+SIZES = (128, 192, 256, 320, 384, 512)
+WORTH = 0.8  # of the tokens a second of the largest, that a smaller one must reach
+REPEATS = 3
+FIRST_STEP = -1000  # a number that no other step has
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class Runner(Protocol):
+    def execute(self, plan: StepPlan) -> StepOutcome: ...
+
+
+def measured(runner: Runner, *, page_tokens: int, most: int) -> int:
+    """Tokens of a mixed step, at most `most`, decoding sequences included; `most` where that leaves no choice.
+
+    Computes steps in the scratch page, in rows 0 and 1, which are free before and behind it. Raises what they raise.
+    """
+    sizes = [size for size in SIZES if size <= most]
+    if len(sizes) < 2:
+        return most
+    number = itertools.count(FIRST_STEP)
+    rows = [NewRow(row, GREEDY, [], [], (), 0) for row in (0, 1)]
+    runner.execute(scratch_plan([(0, 0, 1), (1, 0, 1)], page_tokens, step=next(number), new_rows=rows))
+    seconds = {size: _seconds(runner, page_tokens, size, number) for size in sizes}
+    runner.execute(scratch_plan([], page_tokens, step=next(number), freed_rows=[0, 1]))
+    chosen = chosen_of(seconds)
+    logger.info(
+        "prompts beside sequences that decode: %d tokens a step, %.1f ms (%s); --mixed-chunk-tokens sets it",
+        chosen,
+        1e3 * seconds[chosen],
+        ", ".join(f"{size}: {1e3 * seconds[size]:.1f}" for size in sizes if size != chosen),
+    )
+    return chosen
+
+
+def chosen_of(seconds: dict[int, float]) -> int:
+    """Of sizes and the seconds that steps of theirs take, the smallest that is worth it."""
+    largest = max(seconds)
+    least = WORTH * largest / seconds[largest]
+    return min(size for size, each in seconds.items() if size / each >= least)
+
+
+def _seconds(runner: Runner, page_tokens: int, size: int, number: Iterator[int]) -> float:
+    times = []
+    for _ in range(1 + REPEATS):
+        plan = scratch_plan([(0, 1, 1), (1, 0, size - 1)], page_tokens, step=next(number))
+        begun = time.perf_counter()
+        runner.execute(plan)
+        times.append(time.perf_counter() - begun)
+    return min(times[1:])
