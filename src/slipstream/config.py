@@ -107,7 +107,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             ge=0,
             description="The same for a step in which other sequences decode: what they wait for between two tokens. 0 "
             "is `chunk_tokens` on a CPU; on a GPU it is measured at start, 128 to 512: the least that computes "
-            "prompts at 80 % of the rate of 512.",
+            "prompts at 70 % of the rate of 512.",
         ),
     ] = 0
     prompt_graphs: Annotated[

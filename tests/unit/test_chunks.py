@@ -35,8 +35,8 @@ class Clocked:
     ("base", "each", "host", "chosen"),
     [
         (0.0001, 30e-6, 0.0, 128),  # every token costs the same
-        (0.0030, 25e-6, 0.004, 256),  # a large model, for which the host is fast enough
-        (0.0005, 6e-6, 0.004, 512),  # a small one, for which it is not
+        (0.0050, 25e-6, 0.004, 256),  # a large model, for which the host is fast enough
+        (0.0005, 6e-6, 0.004, 384),  # a small one, for which it is not
     ],
 )
 def test_the_least_that_computes_prompts_nearly_as_fast_is_chosen(
@@ -48,7 +48,7 @@ def test_the_least_that_computes_prompts_nearly_as_fast_is_chosen(
 
 
 def test_one_step_that_takes_long_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = Clocked(monkeypatch, 0.003, 25e-6)
+    runner = Clocked(monkeypatch, 0.005, 25e-6)
     execute, count = runner.execute, 0
 
     def stumbling(plan: StepPlan) -> StepOutcome:

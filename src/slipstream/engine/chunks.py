@@ -20,7 +20,7 @@ from slipstream.types import SamplingParams
 logger = logging.getLogger(__name__)
 
 SIZES = (128, 192, 256, 320, 384, 512)
-WORTH = 0.8  # of the tokens a second of the largest, that a smaller one must reach
+WORTH = 0.7  # of the tokens a second of the largest, that a smaller one must reach
 REPEATS = 3
 FIRST_STEP = -1000  # a number that no other step has
 GREEDY = SamplingParams(temperature=0.0)

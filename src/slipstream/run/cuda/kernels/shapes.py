@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-DECODE_PROGRAMS = 512  # measured on an H200: more splits than fill the chip so far cost more than they hide
+DECODE_PROGRAMS = 512  # measured on an H200: more splits than fill the chip so far cost more than they hide,
+LARGE_PROGRAMS = 256  # and of those that take 128 tokens at a time, one of which fills a multiprocessor, fewer do so
 SPARE_PROGRAMS = 256  # for parts of long sequences, where there are so many that each has a program of its own
 MOST_SPLITS = 64
 MOST_ROWS = 64  # of `few_rows`
@@ -24,8 +25,9 @@ def decode_shape(pairs: int) -> tuple[int, int, int, int]:
     time, their warps, and stages), for `pairs` of these."""
     if pairs >= 384:
         return 1, 64, 4, 3
-    splits = max(2, min(MOST_SPLITS, DECODE_PROGRAMS // pairs))
-    return (splits, 128, 4, 3) if pairs <= 32 else (splits, 64, 2, 2)
+    if pairs <= 32:
+        return min(MOST_SPLITS, LARGE_PROGRAMS // pairs), 128, 4, 3
+    return max(2, DECODE_PROGRAMS // pairs), 64, 2, 2
 
 
 def decode_programs(sequences: int, kv_heads: int) -> int:
