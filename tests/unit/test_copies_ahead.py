@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from typing import Any
+
 import numpy as np
 import pytest
 from tests.unit.test_core import LAYOUT, Bench, request
@@ -221,7 +223,7 @@ def handing_over(
     runner: OrderedRunner,
     deliver: Callable[[list[Effect]], None],
     core: type[EngineCore] = EngineCore,
-    **told: Callable[..., None],
+    **told: Callable[..., Any],
 ) -> Iterator[EngineLoop]:
     """A running loop with a prompt of three granted pages; nothing may have failed at its end."""
     failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
@@ -282,10 +284,11 @@ def test_copies_that_have_ended_when_their_step_is_settled_are_committed_before_
                 case ToRouter(message=wire.StepOutput()):
                     told.put("token")
 
-    def look() -> None:  # as a transfer agent: what has ended is an event for the core
+    def look() -> bool:  # as a transfer agent: what has ended is an event for the core
         if jobs:
             job = jobs.pop()
             loop.post(lambda core: core.copies_done(job.peer, job.xfer, len(job.source_pages)))
+        return False
 
     class Planning(EngineCore):
         def schedule(self) -> StepPlan | None:
@@ -299,6 +302,38 @@ def test_copies_that_have_ended_when_their_step_is_settled_are_committed_before_
             told.get()
         runner.go.release()
         assert [told.get(timeout=PATIENCE_S) for _ in range(3)] == ["token", "commit", "plan"]
+
+
+def test_copies_that_end_soon_behind_their_step_are_looked_for_until_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.engine.loop.COPIES_S", PATIENCE_S)
+    jobs: list[CopyPages] = []
+    queued, committed = threading.Event(), threading.Event()
+    looks = 0
+
+    def deliver(effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case CopyPages(behind=Behind() as behind):
+                    behind.awaited = True
+                    jobs.append(effect)
+                    queued.set()
+                case ToPeer(message=wire.Commit()):
+                    committed.set()
+
+    def look() -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            job = jobs.pop()
+            loop.post(lambda core: core.copies_done(job.peer, job.xfer, len(job.source_pages)))
+        return bool(jobs)
+
+    runner = OrderedRunner()
+    with handing_over(runner, deliver, look=look) as loop:
+        assert queued.wait(PATIENCE_S)
+        runner.go.release()
+        assert committed.wait(PATIENCE_S)
+    assert looks == 3
 
 
 @pytest.mark.parametrize(

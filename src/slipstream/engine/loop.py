@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 Event = Callable[[EngineCore], None]
 
+GLANCE_S = 20e-6  # between two looks for copies that waited for a step
+COPIES_S = 0.4e-3  # how long they are looked for
 LOOK_S = 1e-3  # how often it is looked whether a step has ended that the next was not planned behind yet
 
 
@@ -85,9 +87,9 @@ class EngineLoop:
 
     `deliver` gets the effects of the core, in order; `on_step` is told of each finished step with its seconds, for
     metrics; `on_end` of each step that copies wait for, as soon as it is over; `look` is called when that step has been
-    settled, and again when the next is planned: its copies may have ended by then, and whoever waits for them would
-    have to wake first, which takes as long as a short copy; `on_failure` is called once when the loop ends by an
-    error. The first is called by whoever has the turn, the others on the loop thread; none may wait.
+    settled, and a few times more, while it says that some of its copies are still under way: they last about as long
+    as it takes to wake whoever waits for them; `on_failure` is called once when the loop ends by an error. The first is
+    called by whoever has the turn, the others on the loop thread; none may wait.
     `rehearse` is called on the loop thread before anything else, and has the runner for itself. `failed_events` and
     `failed_steps` count what raised.
     """
@@ -101,7 +103,7 @@ class EngineLoop:
         on_step: Callable[[StepPlan, float], None],
         on_failure: Callable[[BaseException], None],
         on_end: Callable[[Behind], None] = lambda behind: None,
-        look: Callable[[], None] = lambda: None,
+        look: Callable[[], bool] = lambda: False,
         rehearse: Callable[[], object] | None = None,
     ) -> None:
         self.core = core
@@ -308,7 +310,13 @@ class EngineLoop:
             if not self._over:
                 self._take_turn(plan=not self._launched)
         if look:
-            self._look()
+            self._await_copies()
+
+    def _await_copies(self) -> None:
+        """Looks for the ends of copies that waited for a step, for a while and unless there is something to launch."""
+        until = time.perf_counter() + COPIES_S
+        while self._look() and self._planned.empty() and time.perf_counter() < until:
+            time.sleep(GLANCE_S)
 
     def _ended(self, behind: Behind | None) -> None:
         if behind is not None:

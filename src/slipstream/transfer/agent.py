@@ -151,9 +151,12 @@ class TransferAgent:
             with contextlib.suppress(PeerLost):  # closed meanwhile
                 self._mover.ask(tell)
 
-    def look(self) -> None:
-        """Looks whether copies that waited for a step have ended; what has is reported on this thread. Never waits."""
-        self._mover.instead(self._mover.look)
+    def look(self) -> bool:
+        """Looks whether copies that waited for a step have ended; what has is reported on this thread. Never waits.
+
+        True when some are still under way, and nobody else is at them.
+        """
+        return self._mover.instead(self._mover.look) and self._mover.under_way > 0
 
     def _begun_here(self, job: CopyJob) -> bool:
         """Begins a job that is short for all its routes, so that nobody has to be woken for it."""
