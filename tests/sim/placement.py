@@ -1,8 +1,8 @@
 """Placement on a virtual clock: what the router's choices do to latencies.
 
 An engine here is nothing but step times (`Card`). It steps for as long as it has work: each step decodes one token of
-every sequence and computes up to `chunk_tokens` of the prompts that wait, in order of arrival, or `beside_tokens` while
-sequences decode there. A step is planned shortly before the one in front of it ends, as the engine does it
+every sequence and computes up to CHUNK_TOKENS of the prompts that wait, in order of arrival, or `Card.beside_tokens`
+while sequences decode there. A step is planned shortly before the one in front of it ends, as the engine does it
 (`engine/ahead.py`), so what comes later waits for the one after. Requests are placed by `slipstream.router.place.place`
 on standings that are charged and discharged as the router does it, `MESSAGE_S` late, and told of pace and load every
 `STATUS_S`, as workers do it. A handed-over request decodes when its last pages have come. Nothing else is modelled: no
@@ -28,6 +28,8 @@ from slipstream.engine.pace import Pace
 from slipstream.router.place import KnownKeys, Placement, Prompt, Standing, place
 from slipstream.types import Role
 
+CHUNK_TOKENS = 8192
+TIGHT_S = 0.0065
 STATUS_S = 0.05
 MESSAGE_S = 0.001  # worker to router, router to worker
 FRONT_S = 0.002  # client to router and back, both together
@@ -37,17 +39,21 @@ FRONT_S = 0.002  # client to router and back, both together
 class Card:
     """Step times of one model on one card.
 
-    `decode_s` is a step of one sequence, `row_s` what each adds (keys and values of a few thousand tokens are read);
-    `prompt_host_s` and `mixed_host_s` are what the host needs for a step that no graph holds, at least, and
-    `mixed_row_s` for each sequence in it; steps the host is behind vary by `jitter` (log-normal).
+    `decode_s` is a step of one sequence, `row_s` what each adds (keys and values of a few thousand tokens are read). A
+    step with prompts takes `launch_s` and its tokens at `tokens_per_s`; one beside sequences `mixed_s`, `mixed_token_s`
+    for each token, and their rows. `prompt_host_s` and `mixed_host_s` are what the host needs for such steps, at least,
+    and `mixed_row_s` for each sequence in it; steps the host is behind vary by `jitter` (log-normal).
     """
 
     decode_s: float
     row_s: float
     tokens_per_s: float
+    mixed_s: float
+    mixed_token_s: float
     prompt_host_s: float
     mixed_host_s: float
     mixed_row_s: float = 0.0
+    beside_tokens: int = 512
     launch_s: float = 0.001
     jitter: float = 0.15
     handoff_s: float = 0.003
@@ -56,17 +62,18 @@ class Card:
     def step_s(self, rows: int, tokens: int, rng: np.random.Generator) -> float:
         if not tokens:
             return self.decode_s + rows * self.row_s
-        device = self.launch_s + tokens / self.tokens_per_s + rows * self.row_s
+        alone = self.launch_s + tokens / self.tokens_per_s
+        device = max(alone, self.mixed_s + tokens * self.mixed_token_s) + rows * self.row_s if rows else alone
         host = self.mixed_host_s + rows * self.mixed_row_s if rows else self.prompt_host_s
         return max(device, host * float(np.exp(self.jitter * rng.standard_normal())))
 
 
-# As measured: mixed steps and small prompts wait for the host.
-LARGE_HOST = Card(0.00445, 160e-6, 39_500, 0.020, 0.019, 300e-6)
-SMALL_HOST = Card(0.00138, 15e-6, 180_000, 0.026, 0.019, 300e-6)
-# What the device alone needs.
-LARGE = Card(0.00445, 160e-6, 39_500, 0.010, 0.011, 20e-6, jitter=0.05)
-SMALL = Card(0.00138, 15e-6, 180_000, 0.006, 0.005, 20e-6, jitter=0.05)
+# Where mixed steps and small prompts wait for the host, as before there were graphs for them.
+LARGE_HOST = Card(0.00445, 160e-6, 39_500, 0.001, 25e-6, 0.020, 0.019, 300e-6)
+SMALL_HOST = Card(0.00138, 15e-6, 180_000, 0.001, 5e-6, 0.026, 0.019, 300e-6)
+# As measured since (`engine.chunks` tells the mixed ones at start).
+LARGE = Card(0.0043, 120e-6, 43_500, 0.0048, 15e-6, 0.004, 0.004, beside_tokens=256, jitter=0.05)
+SMALL = Card(0.0013, 15e-6, 180_000, 0.0018, 6e-6, 0.004, 0.0042, beside_tokens=384, jitter=0.05)
 
 
 @dataclass
@@ -99,13 +106,12 @@ class Step:
 class Engine:
     """One worker: its standing, its prompts, its decoding sequences, its pace."""
 
-    def __init__(self, name: str, role: Role, card: Card, chunk_tokens: int, beside_tokens: int, seed: int) -> None:
+    def __init__(self, name: str, role: Role, card: Card, seed: int) -> None:
         self.standing = Standing(
             id=name, role=role, fingerprint="f", page_tokens=16, max_sequences=256, pages_total=1 << 20,
             pages_free=1 << 20, keys=KnownKeys(1),
         )  # fmt: skip
         self.card = card
-        self.chunk_tokens, self.beside_tokens = chunk_tokens, beside_tokens
         self.inbox: list[tuple[str, Job]] = []
         self.prompts: deque[Job] = deque()
         self.decoding: list[Job] = []
@@ -129,7 +135,7 @@ class Engine:
             job for job, count in (under_way.chunks if under_way else [])
             if job.placement and job.placement.local and job.computed + count == job.prompt
         ]  # fmt: skip
-        budget = max(16, (self.beside_tokens if rows else self.chunk_tokens) - len(rows))
+        budget = max(16, (self.card.beside_tokens if rows else CHUNK_TOKENS) - len(rows))
         chunks = []
         for job in self.prompts:
             count = min(budget, job.prompt - job.computed - ahead.get(id(job), 0))
@@ -315,7 +321,6 @@ class Outcome:
 def simulate(
     roles: Sequence[Role],
     card: Card,
-    chunks: tuple[int, int],
     loads: Sequence[Sequence[Job]],
     tight_s: float,
     *,
@@ -325,7 +330,7 @@ def simulate(
     """All jobs of `loads`, each load with workers of its own. Without `meet` everything stays where its prompt is;
     without `help_out` roles are kept."""
     for number, load in enumerate(loads):
-        engines = [Engine(f"{role}-{at}", role, card, *chunks, seed=100 * number + at) for at, role in enumerate(roles)]
+        engines = [Engine(f"{role}-{at}", role, card, seed=100 * number + at) for at, role in enumerate(roles)]
         World(engines, meet=meet, help_out=help_out).run(load)
     return Outcome.of([job for load in loads for job in load], tight_s)
 
@@ -350,7 +355,7 @@ def table(seeds: Sequence[int] = (301, 302, 303)) -> None:
                 (BOTH, {"meet": False}), (BOTH, {}),
             ):  # fmt: skip
                 loads = [jobs(rate, 40, *lengths, seed) for seed in seeds]
-                found = simulate(roles, card, (8192, 512), loads, 0.007, **rest)
+                found = simulate(roles, card, loads, TIGHT_S, **rest)
                 cells.append(f"{found} ({found.good:.2f})")
             print(f"| {model} | {rate} | " + " | ".join(cells) + " |", flush=True)
 
