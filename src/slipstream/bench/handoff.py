@@ -128,15 +128,13 @@ class Pair:
             event.set()
 
     async def hand_over(self, tokens: int, count: int) -> None:
-        """`count` requests at once, to their ends. Raises BenchFailed."""
+        """`count` requests, made before the first is sent and sent at once, to their ends. Raises BenchFailed."""
         names = [f"r{next(self._numbers)}" for _ in range(count)]
         self._ended = {name: asyncio.Event() for name in names}
-        for name in names:
-            prompt = random.Random(name).choices(range(1000), k=tokens)
-            sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-            self._source.send(
-                wire.Submit(request=Request(id=name, prompt_ids=prompt, sampling=sampling), decode_at=self._decode_at)
-            )
+        sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+        prompts = {name: random.Random(name).choices(range(1000), k=tokens) for name in names}
+        requests = [Request(id=name, prompt_ids=prompt, sampling=sampling) for name, prompt in prompts.items()]
+        self._source.send(*(wire.Submit(request=request, decode_at=self._decode_at) for request in requests))
         try:
             async with asyncio.timeout(ANSWER_S):
                 for event in self._ended.values():
