@@ -126,6 +126,13 @@ class Incoming:
     def holders(self) -> list[tuple[str, list[int]]]:
         return [(f"grant {xfer} to {peer}", a.pages) for (peer, xfer), a in self._arrivals.items() if a.pages]
 
+    def problems(self) -> list[str]:
+        """What is wrong with the head-room, for an audit."""
+        needed = sum(a.growth for a in self._arrivals.values() if a.pages)
+        if needed == self.headroom:
+            return []
+        return [f"head-room of {self.headroom} pages is kept for granted sequences, which will need {needed}"]
+
     def granted_pages(self, peer: str, xfer: int) -> list[int]:
         """Pages that the source may write; empty without a live grant."""
         arrival = self._arrivals.get((peer, xfer))
