@@ -77,6 +77,17 @@ def test_the_parts_of_a_handoff_lie_end_to_end_and_say_who_did_them():
     assert "the bytes alone 320.000" in line(row)
 
 
+def test_copies_have_begun_with_the_first_and_are_queued_with_the_last():
+    source = [("offer", 1, 0.0), ("heard grant", 1, 0.3), ("begun", 1, 0.4), ("queued", 1, 0.7)]
+    source += [("begun", 1, 0.8), ("queued", 1, 0.9), ("computed", 64, 0.0), ("copied", 1, 1.0), ("commit", 1, 1.1)]
+    target = [("heard offer", 1, 0.1), ("grant", 1, 0.2), ("heard commit", 1, 1.3), ("planned", 65, 1.4)]
+    target += [("computing", 65, 1.6)]
+    row = measure([[noted(source), noted(target)]], 64, 1, 1000)
+    assert row.parts_ms["copies begun"] == pytest.approx(100)
+    assert row.parts_ms["copies queued"] == pytest.approx(500)
+    assert sum(row.parts_ms.values()) == pytest.approx(row.whole_ms)
+
+
 def noted(events: list[tuple[str, int, float]], thread: str = "loop") -> list[Event]:
     return [(name, number, at, thread) for name, number, at in events]
 

@@ -194,7 +194,7 @@ class QueueDevice:
         to, origin = self._reach(destination, size), self._reach(source, size)
         self._streams[stream].work.put(lambda: ctypes.memmove(to, origin, size))
 
-    def copy_batch(self, destinations: Words, sources: Words, sizes: Words, stream: int) -> None:
+    def copy_batch(self, destinations: Words, sources: Words, sizes: Words, stream: int, first: int) -> None:
         for to, origin, size in zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             self.copy(to, origin, size, stream)
 

@@ -8,6 +8,7 @@ import random
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -292,6 +293,68 @@ def test_the_next_look_is_for_the_first_that_has_not_ended(watched: tuple[Lookou
         lookout.done(due)
     lookout.look_again()
     assert len(set_for) == 2
+
+
+def test_the_first_of_many_copies_is_looked_for_when_it_should_be_over_and_the_last_in_time(
+    watched: tuple[Lookout, Clock],
+) -> None:
+    lookout, clock = watched
+    first, second = lookout.started(clock.now, 1e-3), lookout.started(clock.now, 1e-3)
+    lookout.look_again()
+    assert first.at < lookout._set_for <= first.at + 60e-6
+    clock.now = first.at + 20e-6  # and found under way then
+    lookout.under_way()
+    lookout.look_again()
+    assert not select.select([lookout.bell], [], [], 0)[0]  # no reason to stay awake
+    lookout.done(first)
+    lookout.look_again()
+    assert second.at - 60e-6 < lookout._set_for < second.at
+    clock.now = second.at
+    lookout.under_way()
+    lookout.look_again()
+    assert select.select([lookout.bell], [], [], 0)[0]
+
+
+def test_few_short_copies_are_looked_for_in_time_too_since_the_link_would_stand_still(
+    watched: tuple[Lookout, Clock],
+) -> None:
+    lookout, clock = watched
+    first = lookout.started(clock.now, 90e-6)
+    lookout.started(clock.now, 90e-6)
+    lookout.look_again()
+    assert first.at - 60e-6 < lookout._set_for < first.at
+
+
+def looks_a_copy(count: int, under_way: int, takes: float) -> float:
+    """How often a mover that is woken 60 us late, and takes 25 us a look, looks for copies that end one by one."""
+    clock, looks = Clock(), 0
+    lookout = Lookout(clock)
+    try:
+        left: deque[tuple[Due, float]] = deque()
+        link = clock.now
+        for number in range(count):
+            while number + len(left) < count and len(left) < under_way:
+                link = max(link, clock.now) + takes
+                left.append((lookout.started(clock.now, takes), link))
+            lookout.look_again()
+            while left and left[0][1] > clock.now:
+                rung = bool(select.select([lookout.bell], [], [], 0)[0])
+                clock.now = clock.now + 25e-6 if rung else lookout._set_for + 85e-6
+                lookout.woken([lookout.bell.fileno() if rung else lookout.alarm.fileno()])
+                looks += 1
+                if left[0][1] > clock.now:
+                    lookout.under_way()
+                    lookout.look_again()
+            lookout.done(left.popleft()[0])
+        return looks / count
+    finally:
+        lookout.close()
+
+
+def test_copies_of_a_busy_link_take_about_a_look_each() -> None:
+    assert looks_a_copy(200, 32, 360e-6) < 1.3
+    assert looks_a_copy(1000, 32, 45e-6) < 0.6
+    assert looks_a_copy(200, 1, 360e-6) > 2  # the end of one alone is worth waiting for
 
 
 def test_the_mover_sleeps_while_who_settles_a_step_looks_for_the_copies_behind_it(

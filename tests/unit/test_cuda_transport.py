@@ -23,7 +23,7 @@ import pytest
 from slipstream.config import TransferConfig
 from slipstream.errors import ConfigError, PeerLost, PoolTooSmall, RouteUnavailable
 from slipstream.transfer.cuda.alarm import Alarm
-from slipstream.transfer.cuda.batches import Words
+from slipstream.transfer.cuda.batches import FIRST_COPIES, MOST_COPIES, Words
 from slipstream.transfer.cuda.copier import Copier
 from slipstream.transfer.cuda.door import ProcessDoor
 from slipstream.transfer.cuda.launcher import CopySettings, Launch, TritonLauncher
@@ -55,6 +55,7 @@ class HostDevice:
         self.broken = ""
         self.room = 1 << 40
         self.launches: list[Launch] = []
+        self.first_copies: list[int] = []  # of each batch for the copy engine
         self._names = iter(range(1000, 1 << 30))
 
     def use(self) -> None:
@@ -150,7 +151,8 @@ class HostDevice:
     def copy(self, destination: int, source: int, size: int, stream: int) -> None:
         self._queue(stream, lambda: ctypes.memmove(destination, source, size))
 
-    def copy_batch(self, destinations: Words, sources: Words, sizes: Words, stream: int) -> None:
+    def copy_batch(self, destinations: Words, sources: Words, sizes: Words, stream: int, first: int) -> None:
+        self.first_copies.append(first)
         for to, origin, size in zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             self.copy(to, origin, size, stream)
 
@@ -505,6 +507,25 @@ def test_a_copy_behind_an_event_that_has_happened_waits_for_nothing(ranks: tuple
     (flight,) = a.transport._flights.values()
     assert flight.due.at < math.inf
     assert len(completions(a, 1)) == 1
+
+
+def test_the_copy_engine_begins_early_with_a_batch_alone_and_gets_one_behind_others_in_one_call(
+    ranks: tuple[Rank, Rank],
+):
+    a, b = ranks
+    remote = a.open(b)
+    remote.costs = CopyCosts(1.0, 1.0, 0.0, 0.0, 0.0)
+    a.device.first_copies.clear()
+    a.device.held = True
+    tickets = [a.transport.write(remote, page_runs([1, 2], [3, 4])) for _ in range(2)]
+    a.device.release()
+    assert completions(a, 2) == [_done(ticket) for ticket in tickets]
+    event = a.device.event()
+    tickets = [a.transport.write(remote, page_runs([1, 2], [3, 4]), after) for after in (event, None)]
+    a.device.done_events.add(event)
+    a.device.release()
+    assert {done.ticket for done in completions(a, 2)} == set(tickets)
+    assert a.device.first_copies == [FIRST_COPIES, MOST_COPIES, MOST_COPIES, FIRST_COPIES]
 
 
 def test_batches_of_the_copy_engine_queue_one_behind_the_other(ranks: tuple[Rank, Rank]):

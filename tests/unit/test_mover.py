@@ -26,7 +26,7 @@ from slipstream.errors import PeerLost, RouteUnavailable, TransferError
 from slipstream.kv.layout import KVLayout
 from slipstream.transfer.agent import INLINE_PAGES, INLINE_WRITES, CopyJob, TransferAgent
 from slipstream.transfer.copies import HeadRange
-from slipstream.transfer.mover import Mover
+from slipstream.transfer.mover import CLOSED, Mover
 from slipstream.transfer.transports.base import Completion, Context, Exports, Region, Runs
 from slipstream.transfer.transports.bell import Bell
 
@@ -245,6 +245,39 @@ def test_long_jobs_large_ones_and_those_behind_many_are_begun_by_the_mover(make:
     assert [thread == me for _, thread in source.transport.started] == [False] * 2 + [True] * INLINE_WRITES + [
         False
     ] * 2
+
+
+def test_jobs_submitted_together_begin_in_their_order_and_wake_the_mover_once(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make()
+    source.transport.held = True
+    rings: list[int] = []
+    ring = Bell.ring
+    monkeypatch.setattr(Bell, "ring", lambda bell: (rings.append(bell.fileno()), ring(bell)))
+    count = INLINE_WRITES + 5
+    source.agent.submit(*(CopyJob("D", number, [number], [number]) for number in range(count)))
+    assert rings == [source.agent._mover._bell.fileno()]
+    source.settle()
+    me = threading.get_ident()
+    begun = [(ticket, thread == me) for ticket, thread in source.transport.started]
+    assert begun == sorted(begun)
+    assert [here for _, here in begun] == [True] * INLINE_WRITES + [False] * 5
+
+
+def test_a_long_job_keeps_those_submitted_behind_it_in_their_order(make: Make) -> None:
+    source = make()
+    pages = [INLINE_PAGES + 1, 1, 2]
+    source.agent.submit(*(CopyJob("D", n, list(range(c)), list(range(c))) for n, c in enumerate(pages)))
+    assert source.reported(3) == {0: None, 1: None, 2: None}
+    assert threading.get_ident() not in {thread for _, thread in source.transport.started}
+
+
+def test_jobs_submitted_together_behind_the_end_are_all_reported(make: Make) -> None:
+    source = make()
+    source.agent.close()
+    source.agent.submit(*(CopyJob("D", number, [number], [number]) for number in range(3)))
+    assert source.reported(3) == dict.fromkeys(range(3), CLOSED)
 
 
 @pytest.mark.parametrize(

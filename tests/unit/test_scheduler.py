@@ -10,7 +10,7 @@ from slipstream.config import EngineConfig
 from slipstream.engine.core import EngineCore
 from slipstream.engine.effects import ToPeer, ToRouter
 from slipstream.engine.plan import StepOutcome, StepPlan
-from slipstream.engine.scheduler import PATIENCE
+from slipstream.engine.scheduler import LOOKAHEAD, PATIENCE
 from slipstream.kv.layout import KVLayout
 from slipstream.types import Request, SamplingParams, Tokens
 
@@ -261,6 +261,33 @@ def test_when_nothing_else_is_here_a_request_only_has_to_fit() -> None:
     bench.offer(1, 8, 12)
     bench.step()
     assert bench.finished() == ["local"]
+    assert bench.granted() == [1]
+
+
+def test_all_prompts_that_have_room_begin_in_one_step() -> None:
+    bench = Bench(100, chunk_tokens=80, max_sequences=20)
+    for i in range(24):
+        bench.submit(f"r{i}", 4, 2)
+    plan = bench.step()
+    assert plan is not None
+    assert plan.sequences == 20
+
+
+def test_all_offers_that_have_room_are_granted_in_one_go() -> None:
+    bench = Bench(100, max_sequences=40)
+    for xfer in range(3 * LOOKAHEAD):
+        bench.offer(xfer, 8, 4)
+    bench.step()
+    assert bench.granted() == list(range(3 * LOOKAHEAD))
+    assert not any(isinstance(message, wire.Defer) for message in bench.peer)
+
+
+def test_claims_without_room_do_not_keep_those_of_the_other_kind_from_being_looked_at() -> None:
+    bench = Bench(100, max_sequences=2)
+    for i in range(3 * LOOKAHEAD):
+        bench.submit(f"r{i}", 16, 4)
+    bench.offer(1, 8, 4)
+    bench.step()
     assert bench.granted() == [1]
 
 

@@ -14,7 +14,8 @@ coding, socket, and the waking of the thread that reads; the others are work, an
     grant made        room found, pages chosen
     grant comes
     copies begun      from there until somebody starts to copy
-    copies queued     page lists, runs, calls of the device
+    copies queued     page lists, runs, calls of the device; until all are, since the end of a long prompt is a copy of
+                      its own, begun behind the first
     copies done       until their end has been seen; `link_ms` is what the bytes take at the rate of the preflight
     commit made
     commit comes
@@ -128,15 +129,13 @@ class Pair:
             event.set()
 
     async def hand_over(self, tokens: int, count: int) -> None:
-        """`count` requests at once, to their ends. Raises BenchFailed."""
+        """`count` requests, made before the first is sent and sent at once, to their ends. Raises BenchFailed."""
         names = [f"r{next(self._numbers)}" for _ in range(count)]
         self._ended = {name: asyncio.Event() for name in names}
-        for name in names:
-            prompt = random.Random(name).choices(range(1000), k=tokens)
-            sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-            self._source.send(
-                wire.Submit(request=Request(id=name, prompt_ids=prompt, sampling=sampling), decode_at=self._decode_at)
-            )
+        sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+        prompts = {name: random.Random(name).choices(range(1000), k=tokens) for name in names}
+        requests = [Request(id=name, prompt_ids=prompt, sampling=sampling) for name, prompt in prompts.items()]
+        self._source.send(*(wire.Submit(request=request, decode_at=self._decode_at) for request in requests))
         try:
             async with asyncio.timeout(ANSWER_S):
                 for event in self._ended.values():
@@ -209,10 +208,12 @@ def measure(
 
 
 def _last(source: list[Event], target: list[Event], tokens: int) -> dict[str, tuple[float, str]]:
-    """When each thing of one handoff happened last, and on which thread."""
+    """When each thing of one handoff happened last, the first copy begun, and on which thread."""
     last: dict[str, tuple[float, str]] = {}
     for name, _, at, thread in (*source, *target):
-        if name not in ("planned", "computing", "computed"):
+        if name == "begun":
+            last[name] = min((at, thread), last.get(name, (at, thread)))
+        elif name not in ("planned", "computing", "computed"):
             last[name] = max((at, thread), last.get(name, (0.0, "")))
     for name, number, at, thread in target:
         if number == tokens + 1 and name in ("planned", "computing"):
@@ -326,6 +327,13 @@ def parse_layout(text: str) -> tuple[int, int, int]:
 @click.option("--compute-ms", default=0.0, show_default=True, help="How long the step of a prompt takes.")
 @click.option("--chunk-tokens", default=16384, show_default=True, help="Tokens a step: the grain of overlap.")
 @click.option("--programs", default=TransferConfig().cuda_programs, show_default=True)
+@click.option(
+    "--engine-preference",
+    type=click.FloatRange(min=0.0, min_open=True),
+    default=TransferConfig().cuda_engine_preference,
+    show_default=True,
+    help="As --cuda-engine-preference of serve: 0.01 has the kernel copy everything, 100 the copy engine.",
+)
 @click.option("--asleep", is_flag=True, help="Let GPUs lower their clocks between handoffs.")
 @click.option("--ordered", is_flag=True, help="Leave the pages in the order of a new pool: one long run a handoff.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), default=None, help="Write the results here.")
@@ -339,6 +347,7 @@ def command(
     compute_ms: float,
     chunk_tokens: int,
     programs: int,
+    engine_preference: float,
     asleep: bool,
     ordered: bool,
     json_path: Path | None,
@@ -361,7 +370,11 @@ def command(
         chunk_tokens=chunk_tokens,
         compute_ms=compute_ms,
         awake=not asleep,
-        transfer=TransferConfig(transport=transport, cuda_programs=programs),  # type: ignore[arg-type]
+        transfer=TransferConfig(
+            transport=transport,  # type: ignore[arg-type]
+            cuda_programs=programs,
+            cuda_engine_preference=engine_preference,
+        ),
     )
     began = time.monotonic()
     with contextlib.ExitStack() as stack:

@@ -247,7 +247,7 @@ class HandoffWorker(Worker):
             max_sequences=options.max_sequences,
             prefix_cache=False,
         )
-        super().__init__(engine, WorkerConfig(role=options.role), options.transfer)  # type: ignore[arg-type]
+        super().__init__(engine, WorkerConfig(role=options.role), options.transfer, alone=True)  # type: ignore[arg-type]
         self._diary = diary
 
     def _deliver(self, effects: list[Effect]) -> None:

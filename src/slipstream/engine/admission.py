@@ -24,6 +24,7 @@ class Admission:
         self._incoming = incoming
         self._outgoing = outgoing
         self._futile: tuple[int, int, bool] | None = None  # where `serve` found nothing more to do
+        self._headroom = 0  # during `serve`: what sequences here will need soon
 
     def serve(self, *, busy: bool) -> None:
         """Serves waiting sequences and offers, as far as pages, rows and tokens go. `busy`: a step is under way."""
@@ -32,6 +33,7 @@ class Admission:
             return  # nobody can begin, and nobody take pages from who waits
         if self._futile == self._room():
             return
+        self._headroom = scheduler.headroom()
         settled = scheduler.admit(scheduler.claims(incoming.deferred), self.attempt)
         if incoming.deferred and self._alone:
             if busy:
@@ -47,14 +49,21 @@ class Admission:
             return self._incoming.try_grant(claim)
         assert isinstance(claim, Sequence)
         verdict = self._scheduler.admit_waiting(claim)
-        if verdict is Verdict.TAKEN and claim.destination is not None and not claim.ends_with_next_token:
+        if verdict is not Verdict.TAKEN:
+            return verdict
+        if claim.destination is None:
+            self._headroom += self._scheduler.growth(len(claim.tokens), claim.limit, len(claim.pages))
+        elif not claim.ends_with_next_token:
             self._outgoing.offer(claim)
             self._outgoing.progress(claim)  # a prefix that is here already can be copied at once
         return verdict
 
     def fits(self, cost: int, growth: int) -> bool:
-        """Whether new work may take `cost` pages: beside the head-room of what is here, unless nothing is."""
-        headroom = 0 if self._alone else self._scheduler.headroom() + self._incoming.headroom() + growth
+        """Whether new work may take `cost` pages: beside the head-room of what is here, unless nothing is.
+
+        For those that `serve` tries.
+        """
+        headroom = 0 if self._alone else self._headroom + self._incoming.headroom + growth
         return cost + headroom <= self._account.available
 
     @property

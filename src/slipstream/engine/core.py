@@ -479,6 +479,7 @@ class EngineCore:
         """Compares the page account with what sequences and transfers hold."""
         holders = [(repr(s), s.pages) for s in {*self._live.values(), *self._ending}]
         audit = self._account.audit([*holders, *self._incoming.holders()])
+        audit.problems.extend(self._incoming.problems())
         if self.idle and not audit.settled:
             audit.problems.append(
                 f"idle, but {audit.total - audit.free - audit.cached} pages are neither free nor cached"

@@ -37,14 +37,15 @@ class Arrival:
     """
 
     __slots__ = (
-        "foreign", "handoff", "ids", "key", "limit", "note", "page_ids", "pages", "passed_over", "prompt",
+        "foreign", "growth", "handoff", "ids", "key", "limit", "note", "page_ids", "pages", "passed_over", "prompt",
         "reservation", "tokens",
     )  # fmt: skip
 
-    def __init__(self, handoff: DestinationHandoff, key: tuple[int, int], limit: int) -> None:
+    def __init__(self, handoff: DestinationHandoff, key: tuple[int, int], limit: int, growth: int) -> None:
         self.handoff = handoff
         self.key = key
         self.limit = limit  # tokens at which the sequence ends
+        self.growth = growth  # pages that it will need soon after it is adopted
         self.pages: list[int] = []
         self.passed_over = 0
         self.note: object = None  # the observer's
@@ -100,6 +101,7 @@ class Incoming:
     ) -> None:
         self._observer = observer or NoObserver()
         self.deferred: list[Arrival] = []
+        self.headroom = 0  # pages that the granted sequences will need soon after they are adopted
         self._outbox = outbox
         self._account = account
         self._scheduler = scheduler
@@ -124,6 +126,13 @@ class Incoming:
     def holders(self) -> list[tuple[str, list[int]]]:
         return [(f"grant {xfer} to {peer}", a.pages) for (peer, xfer), a in self._arrivals.items() if a.pages]
 
+    def problems(self) -> list[str]:
+        """What is wrong with the head-room, for an audit."""
+        needed = sum(a.growth for a in self._arrivals.values() if a.pages)
+        if needed == self.headroom:
+            return []
+        return [f"head-room of {self.headroom} pages is kept for granted sequences, which will need {needed}"]
+
     def granted_pages(self, peer: str, xfer: int) -> list[int]:
         """Pages that the source may write; empty without a live grant."""
         arrival = self._arrivals.get((peer, xfer))
@@ -131,21 +140,14 @@ class Incoming:
             return []
         return [page for page in arrival.pages if self._account.state(page) is PageState.RESERVED]
 
-    def headroom(self) -> int:
-        """Pages that the granted sequences will need soon after they are adopted."""
-        return sum(self._growth(a) for a in self._arrivals.values() if a.pages)
-
-    def _growth(self, arrival: Arrival) -> int:
-        offer = arrival.handoff.offer
-        return self._scheduler.growth(offer.prompt_len + 1, arrival.limit, offer.pages_needed)
-
     # -------------------------------------------------------------------------------------------------- from the peer
 
     def offer(self, peer: str, offer: wire.Offer, refusal: tuple[str, str] | None) -> None:
         """Takes note of an offer, to be granted when there is room; `refusal` is why nothing at all is taken now."""
         handoff = DestinationHandoff(peer, offer)
         limit = min(offer.prompt_len + offer.max_tokens, self._max_model_len)
-        arrival = Arrival(handoff, (offer.priority, self._scheduler.next_arrival()), limit)
+        growth = self._scheduler.growth(offer.prompt_len + 1, limit, offer.pages_needed)
+        arrival = Arrival(handoff, (offer.priority, self._scheduler.next_arrival()), limit, growth)
         self._observer.offer_came(arrival)
         refusal = refusal or self._never(offer, limit)
         if refusal is not None:
@@ -243,11 +245,12 @@ class Incoming:
         hits = self._account.index.match(offer.block_keys) if self._prefix_cache else []
         new_pages = offer.pages_needed - len(hits)
         cost = new_pages + self._account.idle_among(hits)
-        if not self._fits(cost, self._growth(arrival)):
+        if not self._fits(cost, arrival.growth):
             return Verdict.NO_PAGES
         self._account.hold(hits)
         arrival.reservation = reservation = self._account.reserve(new_pages)
         arrival.pages = hits + reservation.pages
+        self.headroom += arrival.growth
         self._generation += 1
         self.deferred.remove(arrival)
         self._unread.append(arrival)
@@ -266,11 +269,16 @@ class Incoming:
                     assert arrival.reservation is not None
                     arrival.reservation.land()
                     self._adopted(arrival, commit)
-                    arrival.pages = []
+                    self._let_go(arrival)
                 case Free():
                     self._account.drop(arrival.pages)
-                    arrival.pages = []
+                    self._let_go(arrival)
         if handoff.state is DestinationState.CLOSED:
             self._arrivals.pop((handoff.peer, handoff.offer.xfer), None)
             if arrival in self.deferred:
                 self.deferred.remove(arrival)
+
+    def _let_go(self, arrival: Arrival) -> None:
+        """Its pages are somebody else's, or free."""
+        arrival.pages = []
+        self.headroom -= arrival.growth

@@ -27,6 +27,7 @@ from __future__ import annotations
 import bisect
 import enum
 import heapq
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from typing import Protocol
@@ -41,7 +42,7 @@ from slipstream.kv.pages import PageAccount
 
 TAILS = 8  # chunks of at least so many tails have one
 PATIENCE = 8  # how often a claim may be passed over for its size
-LOOKAHEAD = 8  # how many claims of each kind are considered when the first does not fit
+LOOKAHEAD = 8  # how many claims of each kind may be refused before no more of it are considered
 
 Key = tuple[int, int]
 
@@ -312,23 +313,28 @@ class Scheduler:
     def admit(self, claims: Iterable[Claim], attempt: Callable[[Claim], Verdict]) -> bool:
         """Serves claims in order. True when asking again is useless until pages are released or a claim arrives."""
         blocked: list[Claim] = []
+        refused: dict[type, int] = defaultdict(int)
         settled = True
         for claim in claims:
             if any(b.passed_over >= PATIENCE for b in blocked):
                 break
+            if refused[type(claim)] >= LOOKAHEAD:
+                continue
             verdict = attempt(claim)
             if verdict is Verdict.TAKEN:
                 for b in blocked:
                     b.passed_over += 1
-            elif verdict is Verdict.NO_PAGES or claim.passed_over >= PATIENCE:
-                blocked.append(claim)
+            else:
+                refused[type(claim)] += 1
+                if verdict is Verdict.NO_PAGES or claim.passed_over >= PATIENCE:
+                    blocked.append(claim)
             settled = settled and verdict is Verdict.NO_PAGES
         return settled
 
     def claims(self, offers: List[Claim]) -> Iterable[Claim]:
-        """The first waiting sequences and offers, merged in order."""
-        waiting: List[Claim] = self.waiting[:LOOKAHEAD]
-        return heapq.merge(waiting, offers[:LOOKAHEAD], key=_claim_key)
+        """Waiting sequences, as many as may find a row and LOOKAHEAD more, and offers, merged in order."""
+        waiting: List[Claim] = self.waiting[: self.rows.free + LOOKAHEAD]
+        return heapq.merge(waiting, tuple(offers), key=_claim_key)
 
     def admit_waiting(self, sequence: Sequence) -> Verdict:
         """Begins a waiting sequence: prefix hits held, pages of its whole prompt taken, a first chunk scheduled.

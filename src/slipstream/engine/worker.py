@@ -418,13 +418,10 @@ class Worker:
         assert self._server is not None
         if self._silent:
             return
-        messages: list[Effect] = []
-        for effect in effects:
-            if isinstance(effect, CopyPages):
-                self._copies.submit(self._job(effect))
-            else:
-                messages.append(effect)
-        self._server.deliver(messages)
+        jobs = [self._job(effect) for effect in effects if isinstance(effect, CopyPages)]
+        if jobs:
+            self._copies.submit(*jobs)
+        self._server.deliver([effect for effect in effects if not isinstance(effect, CopyPages)] if jobs else effects)
 
     def _job(self, effect: CopyPages) -> CopyJob:
         after = effect.behind

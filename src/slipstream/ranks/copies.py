@@ -48,18 +48,22 @@ class RankCopies:
         """`collected` says which step is the last that is computed."""
         self._agent, self._team, self._collected = agent, team, collected
 
-    def submit(self, job: CopyJob) -> None:
-        """Starts a copy on all ranks. Called with the turn at the core."""
+    def submit(self, *jobs: CopyJob) -> None:
+        """Starts copies on all ranks. Called with the turn at the core."""
         assert self._agent is not None
-        team = self._team
         with self._lock:
-            number = next(self._numbers)
-            self._under_way.setdefault(job.peer, {})[job] = number
-        if team is None:
-            self._agent.submit(job)
-            return
+            for job in jobs:
+                self._under_way.setdefault(job.peer, {})[job] = next(self._numbers)
+        if self._team is not None:
+            for job in jobs:
+                self._order(self._team, job)
+        self._agent.submit(*jobs)
+
+    def _order(self, team: Team, job: CopyJob) -> None:
+        """Has the other ranks copy their part."""
         others = set(range(1, team.size))
         with self._lock:
+            number = self._under_way[job.peer][job]
             self._pending[number] = _Pending(job, {0, *others})
         pages = [list(map(int, side)) for side in (job.source_pages, job.destination_pages)]
         try:
@@ -67,7 +71,6 @@ class RankCopies:
         except SlipstreamError as error:
             for rank in others:
                 self.elsewhere(number, rank, error.message)
-        self._agent.submit(job)
 
     def here(self, job: CopyJob, error: str | None) -> None:
         """Rank 0 is done with a job."""

@@ -15,8 +15,10 @@ import logging
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
+from functools import partial
 
 from slipstream.config import TransferConfig
 from slipstream.errors import PeerLost, RouteUnavailable, TransferError
@@ -129,17 +131,20 @@ class TransferAgent:
 
     # ------------------------------------------------------------------------------------------- as a source
 
-    def submit(self, job: CopyJob) -> None:
-        """Starts a copy, here and now where that takes no time to speak of and the mover sleeps; else queues it.
+    def submit(self, *jobs: CopyJob) -> None:
+        """Starts copies, here and now where that takes no time to speak of and the mover sleeps; queues the others.
 
         What is over at once, for being small, wrong or behind `close`, is reported on this thread.
         """
-        if len(job.source_pages) <= INLINE_PAGES and self._mover.instead(lambda: self._begun_here(job)):
+        left = deque(jobs)
+        self._mover.instead(lambda: self._begin_here(left))
+        if not left:
             return
         try:
-            self._mover.ask(lambda: self._begin(job))
+            self._mover.ask(*(partial(self._begin, job) for job in left))
         except PeerLost as error:
-            self._report(job, error.message)
+            for job in left:
+                self._report(job, error.message)
 
     def ripe(self, after: Behind) -> None:
         """A step is over (`after.seen` says so) that jobs may wait for. Never waits."""
@@ -158,13 +163,19 @@ class TransferAgent:
         """
         return self._mover.instead(self._mover.look) and self._mover.under_way > 0
 
+    def _begin_here(self, jobs: deque[CopyJob]) -> bool:
+        """Begins those that are short for all their routes, up to the first that is not, so that nobody has to be woken
+        for them."""
+        while jobs and self._begun_here(jobs[0]):
+            jobs.popleft()
+        return True
+
     def _begun_here(self, job: CopyJob) -> bool:
-        """Begins a job that is short for all its routes, so that nobody has to be woken for it."""
         routes = self._routes.used(job.peer)
-        under_way = self._mover.under_way
-        if not routes or under_way >= INLINE_WRITES:
+        under_way, pages = self._mover.under_way, len(job.source_pages)
+        if not routes or under_way >= INLINE_WRITES or pages > INLINE_PAGES:
             return False
-        size = len(job.source_pages) * self.region.page_bytes
+        size = pages * self.region.page_bytes
         if any(size > inline_bytes(self._transports[route.transport]) for route in routes):
             return False
         self._begin(job)

@@ -51,12 +51,12 @@ class Mover:
         """Tickets that have not ended."""
         return len(self._writes)
 
-    def ask(self, command: Callable[[], None]) -> None:
-        """Has the mover do this, behind what was asked before. Raises PeerLost when it has ended."""
+    def ask(self, *commands: Callable[[], None]) -> None:
+        """Has the mover do these, behind what was asked before. Raises PeerLost when it has ended."""
         with self._lock:
             if not self._running:
                 raise PeerLost(CLOSED)
-            self._commands.append(command)
+            self._commands.extend(commands)
         self._bell.ring()
 
     def instead(self, work: Callable[[], bool]) -> bool:

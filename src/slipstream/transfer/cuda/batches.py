@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 Words = NDArray[np.int64]
 
-FIRST_COPIES = 16  # copies of the first call, so that the GPU begins before the rest is queued;
+FIRST_COPIES = 16  # copies of the first call, so that an idle GPU begins before the rest is queued;
 MOST_COPIES = 512  # the next calls take twice as many each, up to this
 _ROOM = 1024  # copies that a table has room for at first
 _STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read when their turn on the stream has come
@@ -65,8 +65,11 @@ class BatchCopies:
             self._batch.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_size_t, *kinds, ctypes.c_void_p]
         self._tables: list[_Table] = []
 
-    def __call__(self, destinations: Words, sources: Words, sizes: Words, stream: int) -> None:
-        """Queues the copy of `sizes[i]` bytes from `sources[i]` to `destinations[i]`, in no order among each other."""
+    def __call__(
+        self, destinations: Words, sources: Words, sizes: Words, stream: int, first: int = FIRST_COPIES
+    ) -> None:
+        """Queues the copy of `sizes[i]` bytes from `sources[i]` to `destinations[i]`, in no order among each other;
+        `first` of them in the first call."""
         count = len(sizes)
         if self._batch is None or count == 1:
             for to, origin, size in zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True):
@@ -81,18 +84,18 @@ class BatchCopies:
         if table.room < count:
             table = _Table(1 << (count - 1).bit_length())
         try:
-            self._by_lists(self._batch, table, destinations, sources, sizes, stream)
+            self._by_lists(self._batch, table, destinations, sources, sizes, stream, first)
         finally:
             self._tables.append(table)
 
     def _by_lists(
-        self, call: Any, table: _Table, destinations: Words, sources: Words, sizes: Words, stream: int
+        self, call: Any, table: _Table, destinations: Words, sources: Words, sizes: Words, stream: int, first: int
     ) -> None:
         to, origin, size = table.columns
         count = len(sizes)
         to[:count], origin[:count], size[:count] = destinations, sources, sizes
         row = 8 * table.room
-        start, most = 0, FIRST_COPIES
+        start, most = 0, first
         while start < count:
             some = min(most, count - start)
             at = table.at + 8 * start

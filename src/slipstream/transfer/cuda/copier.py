@@ -13,7 +13,8 @@ one behind the other. So have those that wait for an event: what is ready does n
 The link would wait for the host where lists are long. So `copy` has two threads look at them and write them, a column
 each, from one end to the other; nothing is launched before all of it has been looked at. A batch that has the link for
 itself is launched in growing parts, while the rest is written; one behind others as a whole, since each part would make
-the two threads wait for each other once more.
+the two threads wait for each other once more. So it is with the calls for the copy engine, each of which has to get the
+interpreter's lock back.
 
 A copier is used by one thread at a time, and leaves its device current there.
 """
@@ -27,6 +28,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from slipstream.transfer.cuda.batches import FIRST_COPIES, MOST_COPIES
 from slipstream.transfer.cuda.launcher import CopySettings, KernelLauncher, Launch
 from slipstream.transfer.cuda.lists import (
     FIRST_RUNS,
@@ -132,11 +134,12 @@ class Copier:
         division = divide(runs, seen, costs, self.settings.engine_preference)
         if lane is None:
             lane = self._lane(after, by_engine=division.engine is None)
-        first = self._first_runs(after)
+        behind = self._behind(after)
+        copies, first = (MOST_COPIES, MOST_RUNS) if behind else (FIRST_COPIES, FIRST_RUNS)
 
         def queue(copy: Copy) -> None:
             if division.engine is None or len(division.engine):
-                self._by_engine(source_at, destination_at, rows_of(runs, division.engine), lane.stream)
+                self._by_engine(source_at, destination_at, rows_of(runs, division.engine), lane.stream, copies)
             if division.kernel is None or len(division.kernel):
                 self._by_kernel(copy, source_at, destination_at, rows_of(runs, division.kernel), seen, first)
 
@@ -183,7 +186,8 @@ class Copier:
         after: int | None,
     ) -> Copy | None:
         """A long list of runs that are `alike`; None, and nothing has been queued, when not all are aligned."""
-        lists = list(parts_of(runs, alike.length, alike.length, self._first_runs(after), MOST_RUNS))
+        first = MOST_RUNS if self._behind(after) else FIRST_RUNS
+        lists = list(parts_of(runs, alike.length, alike.length, first, MOST_RUNS))
         slots = [self._room.take(part.bytes) for part in lists]
         columns = [part.columns(slot.array) for part, slot in zip(lists, slots, strict=True)]
         theirs = self._second.submit(look, runs.destination, alike.length, sizes[1])
@@ -216,10 +220,9 @@ class Copier:
             return self._waiting_lane
         return self._engine_lane if by_engine else min(self._lanes, key=lambda lane: lane.in_flight)
 
-    def _first_runs(self, after: int | None) -> int:
-        """How many runs the first launch of a batch has."""
-        behind = after is not None or any(lane.in_flight for lane in (*self._lanes, self._engine_lane))
-        return MOST_RUNS if behind else FIRST_RUNS
+    def _behind(self, after: int | None) -> bool:
+        """Whether a batch has to wait for something, so that the GPU need not begin before all of it is queued."""
+        return after is not None or any(lane.in_flight for lane in (*self._lanes, self._engine_lane))
 
     def _new_copy(self, lane: _Lane, total: int, expected: float) -> Copy:
         lane.in_flight += 1
@@ -271,8 +274,8 @@ class Copier:
             self._room.free(copy.slots)
             copy.slots = []
 
-    def _by_engine(self, source_at: int, destination_at: int, runs: Runs, stream: int) -> None:
-        self.device.copy_batch(runs.destination + destination_at, runs.source + source_at, runs.length, stream)
+    def _by_engine(self, source_at: int, destination_at: int, runs: Runs, stream: int, first: int) -> None:
+        self.device.copy_batch(runs.destination + destination_at, runs.source + source_at, runs.length, stream, first)
 
     def _by_kernel(self, copy: Copy, source_at: int, destination_at: int, runs: Runs, seen: Survey, first: int) -> None:
         for part in kernel_lists(source_at, destination_at, runs, seen, first):

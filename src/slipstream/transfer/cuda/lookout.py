@@ -25,6 +25,7 @@ from slipstream.transfer.transports.bell import Bell
 _AWAKE_S = 60e-6  # around the moment when a copy is due the mover looks again at once: falling asleep costs as much
 _SOONEST_S = 20e-6  # later, between two looks
 _LATEST_S = 1e-3
+_LEISURE_S = 60e-6  # later, at most, a copy is looked for that has several times as much behind it for the link to move
 _DROWSY_S = 300e-6  # most that is allowed for waking up late
 _HOPE = 0.97  # of the expected time: looking a little early shows when a copy ends, and so when the next ones will
 _FRESH_S = 200e-6  # a copy that was seen under way so long ago at most has ended now
@@ -134,7 +135,8 @@ class Lookout:
                 self._set_for = 0.0
 
     def look_again(self) -> None:
-        """Sets the next look: when the first copy is due, then at intervals that grow with its lateness."""
+        """Sets the next look: when the first copy is due, then at intervals that grow with its lateness. The more is
+        under way behind it the fewer looks it gets, each of which takes the interpreter's lock."""
         timed = self._timed
         while timed and timed[0].ended:
             timed.popleft()
@@ -146,10 +148,12 @@ class Lookout:
             return
         now = self._clock()
         late = now - timed[0].at if timed else -math.inf
-        sleep = min(-late - _AWAKE_S / 2 - self._drowsy, _UNTOLD_S)
+        behind = self._lane_due - timed[0].at if timed else 0.0  # seconds of work for the link
+        leisure = min(max(behind / 2 - _LEISURE_S, 0.0), _LEISURE_S)
+        sleep = min(-late - _AWAKE_S / 2 - self._drowsy + leisure, _UNTOLD_S)
         if late > _AWAKE_S:
             sleep = min(max(late / 4, _SOONEST_S), _LATEST_S)
-        sleep = max(sleep, self._settling - now)
+        sleep = max(sleep, leisure / 2, self._settling - now)
         if sleep < _SOONEST_S:
             self.bell.ring()
         elif not self._set_for or abs(now + sleep - self._set_for) > _SAME_S:

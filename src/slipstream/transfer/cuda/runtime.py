@@ -308,6 +308,6 @@ class Device:
         kind = self._runtime.cudart.cudaMemcpyKind.cudaMemcpyDefault
         self._call("cudaMemcpyAsync", destination, source, size, kind, stream)
 
-    def copy_batch(self, destinations: Words, sources: Words, sizes: Words, stream: int) -> None:
-        """Queues many copies, in few calls. Their order among each other is not defined."""
-        self._runtime.batches(destinations, sources, sizes, stream)
+    def copy_batch(self, destinations: Words, sources: Words, sizes: Words, stream: int, first: int) -> None:
+        """Queues many copies, in few calls, `first` of them in the first. Their order among each other is open."""
+        self._runtime.batches(destinations, sources, sizes, stream, first)
