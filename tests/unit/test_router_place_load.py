@@ -1,8 +1,8 @@
 """What placement does to latencies under load, on a virtual clock with step times measured on H200s.
 
 Each case is the sum of several seeds. The constants of `place` and the bounds here were settled on others; all cases
-also held on 601 to 603 and 701 to 703, but for two workers for both with host-bound steps of the 1.5B: at some seeds they
-fall into mixed steps that they do not get out of, at 48 requests/s (left out here) and, on 701 to 703, at 24.
+also held on 601 to 603 and 701 to 703, but for two workers for both with host-bound steps of the 1.5B: at some seeds
+they fall into mixed steps that they do not get out of, at 48 requests/s (left out here) and, on 701 to 703, at 24.
 """
 
 from __future__ import annotations
