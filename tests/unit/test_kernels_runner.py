@@ -90,7 +90,7 @@ def test_the_runner_of_gpus_answers_like_the_plain_one(folder: Path):
         assert answers(twin_runner(folder), settings) == wanted
 
 
-@pytest.mark.parametrize("pages", [PAGES, 22])
+@pytest.mark.parametrize("pages", [PAGES, 14])
 def test_two_steps_under_way_answer_like_one(folder: Path, pages: int):
     requests = random_requests(40, seed=pages)
     wanted = serve(make_runner(load_model(folder), pages=PAGES), requests, pages=pages)
