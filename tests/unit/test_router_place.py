@@ -320,8 +320,8 @@ def test_a_decode_worker_helps_only_when_waiting_costs_more_than_its_sequences_l
 
 
 def test_a_decode_worker_helps_sooner_when_prompts_leave_the_prefill_worker_no_pause() -> None:
-    assert not helped(3000, prompts=5, pressed=0.4, sequences=5)
-    assert helped(3000, prompts=5, pressed=1.0, sequences=5)
+    assert not helped(3000, prompts=5, pressed=0.4, sequences=6)
+    assert helped(3000, prompts=5, pressed=1.0, sequences=6)
 
 
 def test_sequences_whose_prompts_wait_elsewhere_do_not_keep_a_decode_worker_from_helping() -> None:

@@ -57,7 +57,8 @@ def test_a_prefill_worker_that_keeps_up_is_hardly_helped_and_tokens_come_evenly(
     assert found.ttft_p99 <= 1.02 * kept.ttft_p99
     assert found.itl_p99 < 1.25 * found.itl_p50
     light = outcome(APART, 3.0, card=card, seeds=(501, 502, 503, 504, 505, 506))
-    assert light.itl_p99 < 1.25 * light.itl_p50
+    assert light.local < 0.06
+    assert light.itl_p99 < 2.0 * light.itl_p50  # what was helped with may be a hundredth of all gaps, in small pieces
 
 
 @pytest.mark.parametrize("card", [LARGE, LARGE_HOST])
