@@ -96,6 +96,7 @@ class ScriptedRouter:
         self.aborted: list[str] = []
         self.refusal: RequestError | None = None
         self.urls: dict[str, Role | None] = {}
+        self.problems: list[str] = []
         self._running: dict[str, tuple[Stage, asyncio.Task[None]]] = {}
 
     @property
@@ -144,7 +145,9 @@ class ScriptedRouter:
         return ScriptedHistory()
 
     def describe(self) -> dict[str, Any]:
-        return {"router": self.id, "ready": self.ready, "workers": [{"url": url} for url in self.urls]}
+        problems = {"problems": self.problems} if self.problems else {}
+        workers = [{"url": url, **problems} for url in self.urls]
+        return {"router": self.id, "ready": self.ready, "workers": workers}
 
     def audit(self) -> dict[str, Any]:
         return {"problems": [], "stages": {"decode": len(self._running)}}

@@ -26,6 +26,10 @@ async def test_health_is_200_only_when_a_request_would_be_answered() -> None:
         assert status == 503
         assert headers["retry-after"] == "1"
         assert "no pair of prefill and decode workers" in body["reasons"][0]
+        assert body["reasons"][1:] == []
+        h.router.urls, h.router.problems = {"http://a": None, "http://b": None}, ["KV layout differs: a and b"]
+        _, body, _ = await h.request("GET", "/health")
+        assert body["reasons"][1:] == ["KV layout differs: a and b"]
         h.router.ready = True
         h.app.drain()
         status, body, _ = await h.request("GET", "/health")

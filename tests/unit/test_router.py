@@ -343,7 +343,7 @@ async def test_workers_with_different_kv_layouts_are_never_paired(
     assert "prefill has toy page_tokens=4; odd has toy page_tokens=64" in problem
     assert problem in caplog.text
     assert p.met == []
-    with pytest.raises(NoWorkers):
+    with pytest.raises(NoWorkers, match=r"KV layout differs: .*page_tokens=4; odd has toy page_tokens=64"):
         await cluster.send(toy_request("r")).answer()
 
 

@@ -145,5 +145,5 @@ def test_what_is_wrong_with_a_model_is_said_at_once(tmp_path: Path, monkeypatch:
     opened = open_model(EngineConfig(model=str(folder), dtype="float32", threads=1))
     assert opened.model.config.layers == 3
     monkeypatch.setattr("slipstream.run.engine_model.free_bytes", lambda device: 1 << 16)
-    with pytest.raises(ModelError, match="GiB are free"):
+    with pytest.raises(ModelError, match="iB are free"):
         open_model(EngineConfig(model=str(folder), dtype="float32", threads=1))

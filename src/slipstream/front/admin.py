@@ -62,6 +62,8 @@ class Admin:
             reasons.append(self._service.problem or "the tokenizer is not loaded yet")
         if not self._backend.ready:
             reasons.append("no pair of prefill and decode workers can serve a request; see /workers")
+            workers = self._backend.describe()["workers"]
+            reasons += dict.fromkeys(problem for worker in workers for problem in worker.get("problems", ()))
         return reasons
 
     async def metrics(self, exchange: Exchange) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ModelError
+from slipstream.kv.pool import in_words
 from slipstream.model.config import ModelConfig
 from slipstream.model.files import ModelFiles
 from slipstream.model.gguf import ROPE_FACTORS, GGUFFile, hf_name, interleaved_heads
@@ -62,8 +63,8 @@ def load(
     needed = shard.parameters * dtype.itemsize
     if free_bytes is not None and needed > free_bytes:
         raise ModelError(
-            f"the weights need {needed / 2**30:.2f} GiB as {str(dtype).removeprefix('torch.')} on {device}, but only "
-            f"{free_bytes / 2**30:.2f} GiB are free. Use a smaller model, a shorter dtype or another device."
+            f"the weights need {in_words(needed)} as {str(dtype).removeprefix('torch.')} on {device}, but only "
+            f"{in_words(free_bytes)} are free. Use a smaller model, a shorter dtype or another device."
         )
     if dummy:
         model = Llama(config, dtype=dtype, device=device, shard=shard)

@@ -24,6 +24,7 @@ from slipstream.types import Request, Role
 logger = logging.getLogger(__name__)
 
 HELP_SAID_S = 60.0  # a log line about helping decode workers at most so often
+TOLD_PROBLEMS = 2  # of pairs that cannot be made, in a refusal
 
 
 class Assignment:
@@ -168,7 +169,8 @@ class Assignment:
     def no_workers(self) -> NoWorkers:
         found = Counter((w.role, w.state) for w in self._fleet.workers.values())
         seen = ", ".join(f"{count} {role} {state}" for (role, state), count in sorted(found.items())) or "none"
+        why = "".join(f" {problem.rstrip('.')}." for problem in self._fleet.problems()[:TOLD_PROBLEMS])
         return NoWorkers(
-            f"no pair of workers can serve this request now. Registered workers: {seen}. Try again in a moment; "
+            f"no pair of workers can serve this request now. Registered workers: {seen}.{why} Try again in a moment; "
             "the operator finds the reasons in the log and under /workers."
         )

@@ -207,6 +207,10 @@ class Fleet:
                         problems.append(f"no route from {p.label} to {d.label}: {report.error}")
         return problems
 
+    def problems(self) -> list[str]:
+        """Those of all linked workers, each once."""
+        return list(dict.fromkeys(problem for worker in self._by_id.values() for problem in self.problems_of(worker)))
+
     # ------------------------------------------------------------------------------------------ from RemoteWorker
 
     def admit(self, worker: RemoteWorker, info: wire.WorkerInfo) -> str | None:

@@ -148,7 +148,7 @@ def pool_pages(engine: EngineConfig, layout: KVLayout, device: torch.device, ste
             pages = min(pages, int(free * CPU_POOL_SHARE) // layout.page_bytes)
     if pages < 2:
         raise PoolTooSmall(
-            f"after the weights {(free or 0) / 2**30:.2f} GiB are free on {device}, too little for a KV pool: one page "
+            f"after the weights {in_words(free or 0)} are free on {device}, too little for a KV pool: one page "
             f"of {layout.page_tokens} tokens takes {layout.page_bytes} bytes. Use a smaller model, a shorter dtype, "
             "or a larger --mem-fraction."
         )

@@ -15,6 +15,7 @@ import torch
 from slipstream.engine.plan import NewRow, StepPlan
 from slipstream.errors import PoolTooSmall
 from slipstream.kv.layout import KVLayout
+from slipstream.kv.pool import in_words
 from slipstream.model.config import ModelConfig
 from slipstream.model.llama import Llama
 from slipstream.run.cuda.inputs import ROW_BLOCK
@@ -55,7 +56,7 @@ def dry_run(model: Llama, layout: KVLayout, tokens: int, sequences: int, context
         runner.execute(plan)
     except torch.OutOfMemoryError as error:
         raise PoolTooSmall(
-            f"after the weights {free / 2**30:.2f} GiB are free on {device}, too little for a step of {tokens} tokens "
+            f"after the weights {in_words(free)} are free on {device}, too little for a step of {tokens} tokens "
             f"and {sequences} sequences; lower --chunk-tokens or --max-sequences, or use a smaller model."
         ) from error
     taken = torch.cuda.max_memory_allocated(device) - before

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from slipstream.errors import PoolTooSmall, TransferError
 from slipstream.kv.layout import KVLayout
+from slipstream.kv.pool import in_words
 from slipstream.transfer.cuda.runtime import CudaError, Device
 from slipstream.transfer.transports.base import Region
 
@@ -94,8 +95,8 @@ class DeviceMemory:
         except CudaError as error:
             free, total = device.available()
             raise PoolTooSmall(
-                f"the KV pool needs {whole / 2**30:.2f} GiB on {device.uuid}, of whose {total / 2**30:.2f} GiB "
-                f"{free / 2**30:.2f} are free ({error}). "
+                f"the KV pool needs {in_words(whole)} on {device.uuid}, of whose {in_words(total)} {in_words(free)} "
+                f"are free ({error}). "
                 "Lower --kv-tokens or --mem-fraction, or free the GPU"
             ) from error
         self._interface = {"shape": (size,), "typestr": "|u1", "data": (self.address, False), "version": 3}
