@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -335,6 +336,45 @@ async def test_a_body_without_announced_length_is_limited_too() -> None:
         await wire.head()
         assert wire.status == 413
         wire.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "status"),
+    [
+        ("/v1/completions", "application/json", 413),
+        ("/v1/completions", "text/plain", 415),
+        ("/nothing", "application/json", 404),
+        ("/health", "application/json", 405),
+    ],
+)
+async def test_who_is_still_sending_gets_the_refusal_and_may_use_the_connection_again(
+    path: str, kind: str, status: int
+) -> None:
+    async with house(saying("a"), config=FrontConfig(port=0, max_body_bytes=1024)) as h:
+        size = 20 << 20
+        wire = await h.open("POST", path, content_type=kind, content_length=str(size), connection="keep-alive")
+        for _ in range(20):
+            wire.writer.write(b" " * (1 << 20))
+            await wire.writer.drain()
+        await wire.head()
+        assert (wire.status, wire.headers.get("connection")) == (status, None)
+        assert json.loads(await wire.body())["error"]["message"]
+        wire.writer.write(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+        await wire.head()
+        assert wire.status == 200
+        wire.close()
+
+
+async def test_a_refused_body_is_not_waited_for_without_end_and_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.front.exchange.DISCARDED", 1 << 20)
+    async with house(saying("a"), config=FrontConfig(port=0, max_body_bytes=1024)) as h:
+        announced: dict[str, str] = {"content_type": "application/json", "content_length": str(1 << 30)}
+        for headers, sent in (({}, 0), ({}, 2 << 20), ({"expect": "100-continue"}, 0)):
+            wire = await h.open("POST", "/v1/completions", b"", **announced, **headers)
+            wire.writer.write(b" " * sent)
+            await wire.head()
+            assert (wire.status, wire.headers["connection"]) == (413, "close")
+            wire.close()
 
 
 async def test_a_bug_is_answered_as_json_and_logged(caplog: pytest.LogCaptureFixture) -> None:

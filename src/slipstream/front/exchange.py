@@ -6,6 +6,8 @@ handler is found. 429 and 503 carry Retry-After.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
@@ -23,6 +25,9 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 JSON = b"application/json"
 RETRY_AFTER_S = 1
+# Of a request that is refused: who is still sending does not listen yet, so as much of the body is read, for as long,
+# and with as long a pause in between.
+DISCARDED, DISCARDED_S, PAUSE_S = 64 << 20, 10.0, 0.5
 
 
 def error_body(error: SlipstreamError) -> dict[str, Any]:
@@ -48,7 +53,7 @@ def _error_type(status: int) -> str:
 class Exchange:
     """A request being answered. `status` is 0 until the response has begun."""
 
-    __slots__ = ("_receive", "_send", "headers", "method", "path", "request_id", "scope", "status")
+    __slots__ = ("_receive", "_send", "_whole", "headers", "method", "path", "request_id", "scope", "status")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
@@ -59,6 +64,7 @@ class Exchange:
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.request_id = _clean_id(self.headers.get(b"x-request-id")) or os.urandom(12).hex()
         self.status = 0
+        self._whole = False  # the request has been received to its end
 
     async def body(self, limit: int) -> bytes:
         """The whole body of at most `limit` bytes. Raises RequestTooLarge, UnsupportedMediaType, ClientGone."""
@@ -83,6 +89,7 @@ class Exchange:
                 raise RequestTooLarge(f"the body is larger than the {limit} bytes that are accepted")
             parts.append(part)
             if not event.get("more_body", False):
+                self._whole = True
                 return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def gone(self) -> None:
@@ -114,9 +121,22 @@ class Exchange:
         extra = list(headers)
         if error.status in (429, 503):
             extra.append((b"retry-after", str(RETRY_AFTER_S).encode()))
-        if isinstance(error, RequestTooLarge):
-            extra.append((b"connection", b"close"))  # the rest of the body is not read
+        await self._discard()
+        if not self._whole:
+            extra.append((b"connection", b"close"))
         await self.json(error_body(error), error.status, extra)
+
+    async def _discard(self) -> None:
+        """Reads what is left of the request, within bounds: a connection that is closed on a client that is still
+        sending tells it nothing. Who waits to be asked for the body is not asked."""
+        left = 0 if b"expect" in self.headers else DISCARDED
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DISCARDED_S):
+                while left > 0 and not self._whole:
+                    async with asyncio.timeout(PAUSE_S):
+                        event = await self._receive()
+                    left -= len(event.get("body", b""))
+                    self._whole = not event.get("more_body", False)
 
     def query(self, name: str) -> str | None:
         """A query parameter. Raises InvalidRequest when it is given twice."""
