@@ -7,11 +7,13 @@ import pytest
 
 from slipstream import wire
 from slipstream.config import EngineConfig
+from slipstream.engine import scheduler
 from slipstream.engine.core import EngineCore
 from slipstream.engine.effects import ToPeer, ToRouter
 from slipstream.engine.plan import StepOutcome, StepPlan
 from slipstream.engine.scheduler import LOOKAHEAD, PATIENCE
 from slipstream.kv.layout import KVLayout
+from slipstream.transfer.protocol import DestinationHandoff
 from slipstream.types import Request, SamplingParams, Tokens
 
 LAYOUT = KVLayout(page_tokens=4, layers=1, kv_heads=1, head_dim=4, dtype="float32", total_kv_heads=1)
@@ -413,3 +415,36 @@ def test_a_step_does_not_cost_more_because_many_wait() -> None:
         looks.append(count)
     assert looks[0] == looks[1]
     assert looks[1] <= 20
+
+
+def test_nor_because_many_offers_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those for which there is no seat only the first are looked at, and each is told to wait once."""
+    seen, told = [], []
+    key, defer = scheduler._claim_key, DestinationHandoff.defer
+    monkeypatch.setattr(scheduler, "_claim_key", lambda claim: (seen.append(claim), key(claim))[1])
+    monkeypatch.setattr(DestinationHandoff, "defer", lambda handoff: (told.append(handoff), defer(handoff))[1])
+    looks = []
+    for offers in (20, 1000):
+        bench = Bench(400, max_sequences=2)
+        for xfer in range(offers):
+            bench.offer(xfer, 8, 8)
+        bench.step()
+        waiting = [message for message in bench.peer if isinstance(message, wire.Defer)]
+        assert len(waiting) == offers - len(bench.granted())
+        seen.clear()
+        told.clear()
+        for _ in range(10):
+            bench.core.answer_offers()
+        looks.append(len(seen))
+        assert not told
+    assert looks[0] == looks[1]
+
+
+def test_an_offer_that_is_withdrawn_or_granted_before_it_was_told_to_wait_is_not() -> None:
+    bench = Bench(400)
+    bench.offer(1, 8, 8)
+    bench.core.from_source("peer", wire.Cancel(xfer=1, code="client_closed_request"))
+    bench.offer(2, 8, 8)
+    bench.step()
+    assert bench.granted() == [2]
+    assert len(bench.peer) == 1

@@ -316,10 +316,10 @@ class Scheduler:
         refused: dict[type, int] = defaultdict(int)
         settled = True
         for claim in claims:
-            if any(b.passed_over >= PATIENCE for b in blocked):
-                break
             if refused[type(claim)] >= LOOKAHEAD:
                 continue
+            if any(b.passed_over >= PATIENCE for b in blocked):
+                break
             verdict = attempt(claim)
             if verdict is Verdict.TAKEN:
                 for b in blocked:
@@ -332,9 +332,9 @@ class Scheduler:
         return settled
 
     def claims(self, offers: List[Claim]) -> Iterable[Claim]:
-        """Waiting sequences, as many as may find a row and LOOKAHEAD more, and offers, merged in order."""
+        """Waiting sequences, as many as may find a row and LOOKAHEAD more, and `offers`, merged in order."""
         waiting: List[Claim] = self.waiting[: self.rows.free + LOOKAHEAD]
-        return heapq.merge(waiting, tuple(offers), key=_claim_key)
+        return heapq.merge(waiting, offers, key=_claim_key)
 
     def admit_waiting(self, sequence: Sequence) -> Verdict:
         """Begins a waiting sequence: prefix hits held, pages of its whole prompt taken, a first chunk scheduled.
