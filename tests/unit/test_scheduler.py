@@ -7,11 +7,10 @@ import pytest
 
 from slipstream import wire
 from slipstream.config import EngineConfig
-from slipstream.engine import scheduler
 from slipstream.engine.core import EngineCore
 from slipstream.engine.effects import ToPeer, ToRouter
 from slipstream.engine.plan import StepOutcome, StepPlan
-from slipstream.engine.scheduler import LOOKAHEAD, PATIENCE
+from slipstream.engine.scheduler import LOOKAHEAD, PATIENCE, Scheduler
 from slipstream.kv.layout import KVLayout
 from slipstream.transfer.protocol import DestinationHandoff
 from slipstream.types import Request, SamplingParams, Tokens
@@ -420,8 +419,8 @@ def test_a_step_does_not_cost_more_because_many_wait() -> None:
 def test_nor_because_many_offers_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those for which there is no seat only the first are looked at, and each is told to wait once."""
     seen, told = [], []
-    key, defer = scheduler._claim_key, DestinationHandoff.defer
-    monkeypatch.setattr(scheduler, "_claim_key", lambda claim: (seen.append(claim), key(claim))[1])
+    claims, defer = Scheduler.claims, DestinationHandoff.defer
+    monkeypatch.setattr(Scheduler, "claims", lambda *which: (seen.append(claim) or claim for claim in claims(*which)))
     monkeypatch.setattr(DestinationHandoff, "defer", lambda handoff: (told.append(handoff), defer(handoff))[1])
     looks = []
     for offers in (20, 1000):
