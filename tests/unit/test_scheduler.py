@@ -196,6 +196,22 @@ def test_nobody_is_preempted_while_a_peer_has_granted_pages_for_it() -> None:
     assert bench.finished() == ["local"]
 
 
+def test_one_that_needs_a_page_gives_way_to_an_older_one_that_needs_its_row() -> None:
+    """With one row there is nobody else: an older sequence has come with the last pages, and waits for the row."""
+    bench = Bench(8, max_sequences=1)
+    bench.offer(1, 12, 8)
+    bench.step()
+    bench.submit("here", 12, 16)
+    for _ in range(5):
+        bench.step()
+    assert bench.tokens, "it decodes beside the grant"
+    bench.commit(bench.grant(1), 12, 8)
+    bench.run()
+    assert bench.finished() == ["x1", "here"]
+    assert [t.index for t in bench.tokens if t.request == "here"] == list(range(16))
+    assert bench.core.audit().settled
+
+
 def test_one_that_waits_for_a_grant_gives_way_and_offers_again() -> None:
     bench = Bench(8)
     bench.submit("local", 8, 20)
