@@ -53,6 +53,17 @@ def test_a_pause_of_the_machine_is_not_taken_for_the_length_of_a_step() -> None:
         assert learned(decodes(4), *seconds).due(decodes(4), 0.0) < 0.01
 
 
+def test_a_pause_of_the_host_makes_the_step_behind_it_no_shorter_for_long() -> None:
+    """The end of a step was seen late, so the next, which had begun long before, seems to have taken no time."""
+    ahead = learned(decodes(4), *[0.01] * 5, 0.04, 1e-5, *[0.01] * 40)
+    assert ahead.due(decodes(4), 0.0) == pytest.approx(0.01 - in_hand(0.01))
+
+
+def test_steps_of_another_length_altogether_are_known_after_a_few() -> None:
+    ahead = learned(decodes(4), *[0.032] * 5, *[0.002] * 4)
+    assert ahead.due(decodes(4), 0.0) == pytest.approx(0.002 - in_hand(0.002))
+
+
 def test_steps_that_grow_are_followed_and_steps_that_shrink_at_once() -> None:
     ahead = learned(decodes(4), *[0.01] * 5, *[0.02] * 60)
     assert ahead.due(decodes(4), 0.0) == pytest.approx(0.02 - in_hand(0.02), rel=0.05)

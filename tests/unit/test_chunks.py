@@ -70,6 +70,26 @@ def test_no_size_beyond_the_most_is_tried(monkeypatch: pytest.MonkeyPatch) -> No
     assert max(len(plan.token_ids) for plan in runner.plans) == 256
 
 
+def test_prompts_that_may_not_be_so_long_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose sequences are short computes many of them in a step all the same."""
+    runner = Clocked(monkeypatch, 0.0005, 6e-6, 0.004)
+    assert measured(runner, page_tokens=16, most=512, longest=130, rows=256) == 384
+    largest = max(runner.plans, key=lambda plan: len(plan.token_ids))
+    assert largest.query_start.tolist() == [0, 1, 131, 261, 391, 512]
+    assert largest.context_lens.tolist() == [2, 130, 130, 130, 121]
+    assert [new.row for new in runner.plans[0].new_rows] == runner.plans[-1].freed_rows == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("longest", "rows", "largest"), [(40, 6, 192), (130, 3, 256), (130, 2, 0), (20, 1, 0)])
+def test_no_more_is_tried_than_the_rows_can_hold(
+    longest: int, rows: int, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Clocked(monkeypatch, 0.0, 1e-5)
+    assert measured(runner, page_tokens=16, most=512, longest=longest, rows=rows) == (128 if largest else 512)
+    assert max((len(plan.token_ids) for plan in runner.plans), default=0) == largest
+    assert max((plan.sequences for plan in runner.plans), default=0) <= rows
+
+
 def test_of_equally_slow_sizes_the_largest_is_worth_it() -> None:
     assert chosen_of({128: 0.01, 256: 0.01, 512: 0.01}) == 512
 

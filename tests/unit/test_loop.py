@@ -193,6 +193,19 @@ def test_what_comes_before_the_next_step_is_due_is_part_of_it(early: bool, monke
     assert work.failures.empty()
 
 
+def test_only_a_step_with_another_behind_it_can_have_waited_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of these have ended when the next is launched; behind the last there is none."""
+    late: list[bool] = []
+    monkeypatch.setattr(Ahead, "ended", lambda self, plan, seconds, *, late: noted(late))
+    noted = late.append
+    work = Work(depth=2)
+    work.submit(request("a", 4, max_tokens=5))
+    work.loop.start()
+    assert work.ends(1) == {"a": "length"}
+    work.loop.stop()
+    assert late == [True] * 4 + [False]
+
+
 def test_steps_under_way_are_settled_when_the_loop_stops() -> None:
     work = Work(depth=2)
     work.submit(request("a", 4, max_tokens=40))

@@ -10,8 +10,9 @@ from slipstream.config import EngineConfig
 from slipstream.engine.core import EngineCore
 from slipstream.engine.effects import ToPeer, ToRouter
 from slipstream.engine.plan import StepOutcome, StepPlan
-from slipstream.engine.scheduler import LOOKAHEAD, PATIENCE
+from slipstream.engine.scheduler import LOOKAHEAD, PATIENCE, Scheduler
 from slipstream.kv.layout import KVLayout
+from slipstream.transfer.protocol import DestinationHandoff
 from slipstream.types import Request, SamplingParams, Tokens
 
 LAYOUT = KVLayout(page_tokens=4, layers=1, kv_heads=1, head_dim=4, dtype="float32", total_kv_heads=1)
@@ -193,6 +194,22 @@ def test_nobody_is_preempted_while_a_peer_has_granted_pages_for_it() -> None:
     bench.core.from_destination("decode", wire.Accepted(xfer=1))
     bench.run()
     assert bench.finished() == ["local"]
+
+
+def test_one_that_needs_a_page_gives_way_to_an_older_one_that_needs_its_row() -> None:
+    """With one row there is nobody else: an older sequence has come with the last pages, and waits for the row."""
+    bench = Bench(8, max_sequences=1)
+    bench.offer(1, 12, 8)
+    bench.step()
+    bench.submit("here", 12, 16)
+    for _ in range(5):
+        bench.step()
+    assert bench.tokens, "it decodes beside the grant"
+    bench.commit(bench.grant(1), 12, 8)
+    bench.run()
+    assert bench.finished() == ["x1", "here"]
+    assert [t.index for t in bench.tokens if t.request == "here"] == list(range(16))
+    assert bench.core.audit().settled
 
 
 def test_one_that_waits_for_a_grant_gives_way_and_offers_again() -> None:
@@ -413,3 +430,36 @@ def test_a_step_does_not_cost_more_because_many_wait() -> None:
         looks.append(count)
     assert looks[0] == looks[1]
     assert looks[1] <= 20
+
+
+def test_nor_because_many_offers_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those for which there is no seat only the first are looked at, and each is told to wait once."""
+    seen, told = [], []
+    claims, defer = Scheduler.claims, DestinationHandoff.defer
+    monkeypatch.setattr(Scheduler, "claims", lambda *which: (seen.append(claim) or claim for claim in claims(*which)))
+    monkeypatch.setattr(DestinationHandoff, "defer", lambda handoff: (told.append(handoff), defer(handoff))[1])
+    looks = []
+    for offers in (20, 1000):
+        bench = Bench(400, max_sequences=2)
+        for xfer in range(offers):
+            bench.offer(xfer, 8, 8)
+        bench.step()
+        waiting = [message for message in bench.peer if isinstance(message, wire.Defer)]
+        assert len(waiting) == offers - len(bench.granted())
+        seen.clear()
+        told.clear()
+        for _ in range(10):
+            bench.core.answer_offers()
+        looks.append(len(seen))
+        assert not told
+    assert looks[0] == looks[1]
+
+
+def test_an_offer_that_is_withdrawn_or_granted_before_it_was_told_to_wait_is_not() -> None:
+    bench = Bench(400)
+    bench.offer(1, 8, 8)
+    bench.core.from_source("peer", wire.Cancel(xfer=1, code="client_closed_request"))
+    bench.offer(2, 8, 8)
+    bench.step()
+    assert bench.granted() == [2]
+    assert len(bench.peer) == 1

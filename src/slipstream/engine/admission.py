@@ -34,7 +34,7 @@ class Admission:
         if self._futile == self._room():
             return
         self._headroom = scheduler.headroom()
-        settled = scheduler.admit(scheduler.claims(incoming.deferred), self.attempt)
+        settled = scheduler.admit(scheduler.claims(incoming.candidates()), self.attempt)
         if incoming.deferred and self._alone:
             if busy:
                 settled = False  # pages of ended sequences come back with the step

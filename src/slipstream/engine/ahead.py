@@ -19,6 +19,7 @@ SHARE = 0.1  # of a step's expected time that is kept in hand
 SLACK_S = 0.5e-3  # and this: threads wake late
 LEAST_SEEN = 3  # steps of a kind before any is expected to take as long
 GROWTH = 1.02  # by how much the next step may be expected to take longer than the last
+FALL = 0.5  # and shorter: behind a pause of the host a step seems to have taken next to no time
 FORGOTTEN = 0.02  # a host that was slow once is taken for as much faster with each further step
 WARY, CALM, MOST_CAUTION = 1.5, 0.998, 8.0  # what a step makes of the caution: one that was late, one that was not
 
@@ -61,7 +62,12 @@ class Ahead:
     def ended(self, plan: StepPlan, seconds: float, *, late: bool) -> None:
         """`plan` took `seconds`; `late` says that it had ended when what comes behind it was launched."""
         steps, size = self._of(plan), len(plan.token_ids)
-        steps.seconds = min(seconds, GROWTH * steps.expected(size)) if steps.seen else seconds
+        if steps.seen:
+            expected = steps.expected(size)
+            seconds = min(seconds, GROWTH * expected)
+            if steps.seen >= LEAST_SEEN:
+                seconds = max(seconds, FALL * expected)
+        steps.seconds = seconds
         steps.seen, steps.size = steps.seen + 1, size
         steps.caution = min(MOST_CAUTION, steps.caution * WARY) if late else max(1.0, steps.caution * CALM)
 

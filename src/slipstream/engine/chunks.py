@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import Protocol
 
-from slipstream.engine.plan import NewRow, StepOutcome, StepPlan, scratch_plan
+from slipstream.engine.plan import NewRow, Part, StepOutcome, StepPlan, scratch_plan
 from slipstream.types import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -30,19 +30,21 @@ class Runner(Protocol):
     def execute(self, plan: StepPlan) -> StepOutcome: ...
 
 
-def measured(runner: Runner, *, page_tokens: int, most: int) -> int:
+def measured(runner: Runner, *, page_tokens: int, most: int, longest: int = SIZES[-1], rows: int = 2) -> int:
     """Tokens of a mixed step, at most `most`, decoding sequences included; `most` where that leaves no choice.
 
-    Computes steps in the scratch page, in rows 0 and 1, which are free before and behind it. Raises what they raise.
+    Computes steps of one token and of prompts up to `longest`, as few as that allows, in the scratch page, in some of
+    `rows` rows that are free before and behind it. Raises what they raise.
     """
-    sizes = [size for size in SIZES if size <= most]
+    sizes = [size for size in SIZES if size <= most and size <= 1 + longest * (rows - 1)]
     if len(sizes) < 2:
         return most
     number = itertools.count(FIRST_STEP)
-    rows = [NewRow(row, GREEDY, [], [], (), 0) for row in (0, 1)]
-    runner.execute(scratch_plan([(0, 0, 1), (1, 0, 1)], page_tokens, step=next(number), new_rows=rows))
-    seconds = {size: _seconds(runner, page_tokens, size, number) for size in sizes}
-    runner.execute(scratch_plan([], page_tokens, step=next(number), freed_rows=[0, 1]))
+    used = range(len(_parts(sizes[-1], longest)))
+    new = [NewRow(row, GREEDY, [], [], (), 0) for row in used]
+    runner.execute(scratch_plan([(row, 0, 1) for row in used], page_tokens, step=next(number), new_rows=new))
+    seconds = {size: _seconds(runner, page_tokens, _parts(size, longest), number) for size in sizes}
+    runner.execute(scratch_plan([], page_tokens, step=next(number), freed_rows=list(used)))
     chosen = chosen_of(seconds)
     logger.info(
         "prompts beside sequences that decode: %d tokens a step, %.1f ms (%s); --mixed-chunk-tokens sets it",
@@ -60,10 +62,16 @@ def chosen_of(seconds: dict[int, float]) -> int:
     return min(size for size, each in seconds.items() if size / each >= least)
 
 
-def _seconds(runner: Runner, page_tokens: int, size: int, number: Iterator[int]) -> float:
+def _parts(size: int, longest: int) -> list[Part]:
+    """A step of `size` tokens: one behind another, and beginnings of prompts."""
+    prompts = [min(longest, size - 1 - first) for first in range(0, size - 1, longest)]
+    return [(0, 1, 1), *((row, 0, tokens) for row, tokens in enumerate(prompts, 1))]
+
+
+def _seconds(runner: Runner, page_tokens: int, parts: list[Part], number: Iterator[int]) -> float:
     times = []
     for _ in range(1 + REPEATS):
-        plan = scratch_plan([(0, 1, 1), (1, 0, size - 1)], page_tokens, step=next(number))
+        plan = scratch_plan(parts, page_tokens, step=next(number))
         begun = time.perf_counter()
         runner.execute(plan)
         times.append(time.perf_counter() - begun)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from slipstream import wire
 from slipstream.engine.effects import Outbox
 from slipstream.engine.observe import NoObserver, Observer
-from slipstream.engine.scheduler import Scheduler, Verdict
+from slipstream.engine.scheduler import LOOKAHEAD, Scheduler, Verdict
 from slipstream.kv.pages import PageAccount, PageState, Reservation
 from slipstream.transfer.protocol import Adopt, DestinationAction, DestinationHandoff, DestinationState, Free, Send
 
@@ -115,6 +115,7 @@ class Incoming:
         self._arrivals: dict[tuple[str, int], Arrival] = {}
         self._generation = 0
         self._unread: list[Arrival] = []  # granted
+        self._untold: list[Arrival] = []  # offered since sources were last told to wait
 
     def __len__(self) -> int:
         return len(self._arrivals)
@@ -157,6 +158,7 @@ class Incoming:
             logger.error("%s offered transfer %d twice; the second offer is ignored", peer, offer.xfer)
             return
         self._arrivals[peer, offer.xfer] = arrival
+        self._untold.append(arrival)
         bisect.insort(self.deferred, arrival, key=lambda a: a.key)
 
     def _never(self, offer: wire.Offer, limit: int) -> tuple[str, str] | None:
@@ -231,10 +233,15 @@ class Incoming:
         for arrival in list(self.deferred):
             self._perform(arrival, arrival.handoff.refuse(code, message))
 
+    def candidates(self) -> list[Arrival]:
+        """The first offers: as many as may find a seat, and LOOKAHEAD more."""
+        return self.deferred[: max(0, self._seats - self._scheduler.running - self.granted) + LOOKAHEAD]
+
     def defer_rest(self) -> None:
         """Tells the sources of all offers that are not granted yet to wait; each is told once."""
-        for arrival in self.deferred:
-            if not arrival.handoff.deferred:
+        untold, self._untold = self._untold, []
+        for arrival in untold:
+            if not arrival.handoff.closed:
                 self._perform(arrival, arrival.handoff.defer())
 
     def try_grant(self, arrival: Arrival) -> Verdict:

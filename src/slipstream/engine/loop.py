@@ -303,7 +303,7 @@ class EngineLoop:
                 self.core.settle(plan, outcome)
                 begun, self._finished = max(launched, self._finished), time.perf_counter()
                 self._ahead.ended(plan, self._finished - begun, late=self._late)
-                self._late = False
+                self._late = False  # what is under way now has nothing behind it yet
                 self._on_step(plan, self._finished - begun)
             self._deliver(self.core.take_effects())
             if look:

@@ -15,7 +15,7 @@ Pages of a prompt are taken all at once when its first chunk is scheduled, so th
 granted pages needs nothing more here: two workers that hand over to each other cannot wait for each other's memory.
 Decoding sequences grow page by page. When there is no page left, the youngest sequence gives up its own (preemption by
 recompute), never one whose pages are granted for or being copied; if nobody can, the growing one pauses, and whoever
-holds the pages is by construction about to finish.
+holds the pages is by construction about to finish, or waits for the row of the growing one, which then gives way.
 
 New work (waiting sequences, and offers of peers) is admitted in the order of priority and arrival while it leaves
 head-room for the growth of what runs. A small claim may pass a large one that does not fit, but only PATIENCE times;
@@ -240,7 +240,17 @@ class Scheduler:
                 self.rows.add_page(sequence, self.account.take(1)[0])
             else:
                 paused.add(sequence.row)
+        if paused and self._stuck(paused):
+            self.preempt(self.decoding[-1])
+            self._seat_landed()
+            return self._grow(busy)
         return paused
+
+    def _stuck(self, paused: set[int]) -> bool:
+        """Whether all that decode wait for pages of older sequences, and these for a row: with one row there may be
+        nobody else to give way."""
+        copying = any(s.copying for s in self.handing_off)
+        return bool(self.landed) and len(paused) == len(self.decoding) and not (self.prefilling or copying)
 
     def _rows_of_decoding(self) -> IntArray:
         if self._decode_rows is None:
@@ -316,10 +326,10 @@ class Scheduler:
         refused: dict[type, int] = defaultdict(int)
         settled = True
         for claim in claims:
-            if any(b.passed_over >= PATIENCE for b in blocked):
-                break
             if refused[type(claim)] >= LOOKAHEAD:
                 continue
+            if any(b.passed_over >= PATIENCE for b in blocked):
+                break
             verdict = attempt(claim)
             if verdict is Verdict.TAKEN:
                 for b in blocked:
@@ -332,9 +342,9 @@ class Scheduler:
         return settled
 
     def claims(self, offers: List[Claim]) -> Iterable[Claim]:
-        """Waiting sequences, as many as may find a row and LOOKAHEAD more, and offers, merged in order."""
+        """Waiting sequences, as many as may find a row and LOOKAHEAD more, and `offers`, merged in order."""
         waiting: List[Claim] = self.waiting[: self.rows.free + LOOKAHEAD]
-        return heapq.merge(waiting, tuple(offers), key=_claim_key)
+        return heapq.merge(waiting, offers, key=_claim_key)
 
     def admit_waiting(self, sequence: Sequence) -> Verdict:
         """Begins a waiting sequence: prefix hits held, pages of its whole prompt taken, a first chunk scheduled.

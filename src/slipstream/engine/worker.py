@@ -406,8 +406,8 @@ class Worker:
             eos_ids=opened.config.eos_ids,
         )
         if opened.device.type != "cpu" and not self._engine.mixed_chunk_tokens and self._engine.max_sequences > 1:
-            most = min(opened.engine.mixed_chunk_tokens, max_tokens)
-            core.limit_mixed(measured(runner, page_tokens=page_tokens, most=most))
+            most, rows = min(opened.engine.mixed_chunk_tokens, opened.engine.chunk_tokens), self._engine.max_sequences
+            core.limit_mixed(measured(runner, page_tokens=page_tokens, most=most, longest=max_tokens, rows=rows))
 
     def _stepped(self, plan: StepPlan, seconds: float) -> None:
         self._metrics.step(plan, seconds)

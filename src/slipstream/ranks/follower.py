@@ -56,7 +56,7 @@ from slipstream.transfer.rank import RankHere
 
 logger = logging.getLogger(__name__)
 
-IDLE_S = 0.01  # without orders for so long, what is under way is collected
+IDLE_S = 0.01  # without orders for so long, what has ended is collected
 KEPT = 16  # steps whose checksums are kept for rank 0's
 BEAT_S = 0.5  # between two signs of life
 
@@ -217,7 +217,7 @@ class Orders:
         while True:
             order = self._ring.get(IDLE_S if self._under_way else None)
             if order is None:
-                self._collect_all()
+                self._collect_ended()
                 continue
             header, what = codec.decode(order)
             match header:
@@ -239,6 +239,11 @@ class Orders:
 
     def _collect_all(self) -> None:
         while self._under_way:
+            self._collect()
+
+    def _collect_ended(self) -> None:
+        """Waits for nothing: the next step, which rank 0 plans late, has to be launched before this one ends."""
+        while self._under_way and self._runner.ended():
             self._collect()
 
     def _collect(self) -> None:
