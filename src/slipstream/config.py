@@ -106,7 +106,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=0,
             description="The same for a step in which other sequences decode: what they wait for between two tokens. 0 "
-            "is `chunk_tokens` on a CPU; on a GPU it is measured at start, 128 to 512: the least that computes "
+            "is 32 on a CPU; on a GPU it is measured at start, 128 to 512: the least that computes "
             "prompts at 70 % of the rate of 512.",
         ),
     ] = 0

@@ -94,6 +94,7 @@ class ScriptedRouter:
         self.script = script
         self.requests: list[Request] = []
         self.aborted: list[str] = []
+        self.finished_here: list[FinishReason] = []  # what `abort` was told of those
         self.refusal: RequestError | None = None
         self.urls: dict[str, Role | None] = {}
         self.problems: list[str] = []
@@ -119,10 +120,12 @@ class ScriptedRouter:
         finally:
             self._running.pop(stage.request.id, None)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, finish: FinishReason | None = None) -> None:
         stage, task = self._running.pop(request_id, (None, None))
         if stage is not None and task is not None:
             self.aborted.append(request_id)
+            if finish is not None:
+                self.finished_here.append(finish)
             stage.closed = True
             if task is not asyncio.current_task():  # a script whose token ended the request goes on, unheard
                 task.cancel()

@@ -49,6 +49,7 @@ async def test_the_served_model_is_listed() -> None:
 async def test_before_the_first_worker_no_model_is_served() -> None:
     async with house(saying("a")) as h:
         h.router.card = None
+        h.router.ready = False
         assert (await h.request("GET", "/v1/models"))[1]["data"] == []
         assert (await h.request("GET", "/v1/models/scripted"))[0] == 404
         status, body, headers = await h.post("/v1/chat/completions", {"messages": MESSAGES})

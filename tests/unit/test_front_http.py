@@ -90,6 +90,7 @@ async def test_a_stop_string_ends_the_answer_and_the_engine_s_work() -> None:
             model="scripted", messages=MESSAGES, stop="END", extra_body={"include_stop_str_in_output": True}
         )
         assert h.router.aborted == [request.id for request in h.router.requests]
+        assert h.router.finished_here == ["stop", "stop"]
         assert h.router.running == set()
     assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("one ", "stop")
     assert answer.usage is not None

@@ -620,6 +620,20 @@ async def test_an_aborted_request_ends_at_both_workers_and_tells_its_client_noth
     assert await cluster.send(request := toy_request("r")).answer() == toy_answer(request)
 
 
+async def test_a_request_whose_end_the_front_has_found_is_finished_and_not_given_up(cluster: Cluster) -> None:
+    router, p, d = await cluster.pair()
+    d.hold("decode")
+    cluster.send(toy_request("r"))
+    await d.reached("decode")
+    router.abort("r", "stop")
+    d.release()
+    await until(lambda: p.aborted and d.aborted)
+    text = generate_latest(router.metrics_registry)
+    assert b'slipstream_router_finished_total{reason="stop"} 1.0' in text
+    assert b"slipstream_router_aborted_total 0.0" in text
+    await cluster.settled()
+
+
 async def test_an_abort_while_waiting_ends_the_request(cluster: Cluster) -> None:
     router = await cluster.router(worker_wait_s=0.05)
     client = cluster.send(toy_request("r"))

@@ -59,7 +59,8 @@ class Admin:
         if self.draining:
             reasons.append("the server is shutting down")
         if not self._service.ready:
-            reasons.append(self._service.problem or "the tokenizer is not loaded yet")
+            loading = "the tokenizer is not loaded yet" if self._backend.model_card() else "no worker has connected yet"
+            reasons.append(self._service.problem or loading)
         if not self._backend.ready:
             reasons.append("no pair of prefill and decode workers can serve a request; see /workers")
             workers = self._backend.describe()["workers"]

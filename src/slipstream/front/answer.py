@@ -96,7 +96,7 @@ class Choice:
             self._add(self._detokenizer.finish())
             self._part.finish = finish
             answer.finishes.append(finish)
-            answer.ended(self, abort=t.finish is None)
+            answer.ended(self, None if t.finish else finish)
         elif answer.telling.stream and self.sayable:
             answer.wake()
 
@@ -272,10 +272,11 @@ class Answer:
                 return True
         return False
 
-    def ended(self, choice: Choice, *, abort: bool) -> None:
+    def ended(self, choice: Choice, here: FinishReason | None) -> None:
+        """`here`: why it has ended, if its workers do not know that."""
         self._open -= 1
-        if abort:
-            self._backend.abort(choice.request.id)
+        if here is not None:
+            self._backend.abort(choice.request.id, here)
         if self.telling.stream or self._open == 0:
             self.wake()
 

@@ -66,7 +66,8 @@ def ask_of(body: ChatBody | CompletionBody, tokenizer: Tokenizer) -> Ask:
     echo = isinstance(body, CompletionBody) and bool(body.echo)
     only_prompt = given == 0
     if only_prompt and not echo:
-        raise InvalidRequest("max_tokens must be at least 1 (0 only together with echo)", param="max_tokens")
+        unless = " (0 only together with echo)" if isinstance(body, CompletionBody) else ""
+        raise InvalidRequest(f"max_tokens must be at least 1{unless}", param="max_tokens")
     min_tokens = body.min_tokens or 0
     if given is not None and min_tokens > max(given, 1):
         raise InvalidRequest(f"min_tokens ({min_tokens}) must not exceed max_tokens ({given})", param="min_tokens")

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry
 
 from slipstream.errors import RequestError
-from slipstream.types import Request, Role, Tokens
+from slipstream.types import FinishReason, Request, Role, Tokens
 
 
 class Sink(Protocol):
@@ -64,7 +64,8 @@ class History(Protocol):
 
 
 class Backend(Protocol):
-    """The router. `submit` raises RequestError for what it refuses at once; `abort` is final and silent.
+    """The router. `submit` raises RequestError for what it refuses at once; `abort` is final and silent;
+    `finish` says that the answer is whole.
 
     `describe` and `audit` give what JSON can hold, `add_worker` and `remove_worker` raise ConfigError. `entry` and
     `history` are of requests under way and of recent ones.
@@ -80,7 +81,7 @@ class Backend(Protocol):
 
     def submit(self, request: Request, sink: Sink) -> None: ...
 
-    def abort(self, request_id: str) -> None: ...
+    def abort(self, request_id: str, finish: FinishReason | None = None) -> None: ...
 
     def add_worker(self, url: str, role: Role | None = None, *, joins: bool = False) -> Any: ...
 

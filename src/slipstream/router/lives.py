@@ -40,7 +40,7 @@ from slipstream.router.metrics import RouterMetrics
 from slipstream.router.place import Avoid, Placement, Prompt
 from slipstream.router.remote import RemoteWorker
 from slipstream.telemetry.trace import Spans
-from slipstream.types import Request, Tokens
+from slipstream.types import FinishReason, Request, Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -85,13 +85,14 @@ class Lives:
         self._lives[request.id] = life
         life.deadline = asyncio.get_running_loop().call_later(self._config.request_timeout_s, self._expired, life)
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request without an answer; an unknown id is ignored."""
+    def abort(self, request_id: str, finish: FinishReason | None = None) -> None:
+        """Ends a request without an answer, or with the one it has if it is finished; an unknown id is ignored."""
         life = self._lives.get(request_id)
         if life is not None:
             self._abandon(life)
             self._end(life)
-            self._metrics.aborted.inc()
+            counter = self._metrics.aborted if finish is None else self._metrics.finished.labels(finish)
+            counter.inc()
 
     # ------------------------------------------------------------------------------------------ from workers
 
@@ -205,7 +206,8 @@ class Lives:
 
     def _out_of_patience(self, life: Life) -> None:
         if not self._stop_waiting(life, last_chance=True):
-            self._fail(life, life.lost or self._assign.no_workers())
+            nobody = f"no other could go on with it within {self._config.worker_wait_s:g} s, which --worker-wait-s sets"
+            self._fail(life, _final(life.lost, nobody) if life.lost else self._assign.no_workers())
 
     # ------------------------------------------------------------------------------------------ tokens, slow path
 
@@ -259,7 +261,8 @@ class Lives:
         self._abandon(life, but=but)
         self._release(life)
         if life.resubmissions >= self._config.resubmissions:
-            self._fail(life, error)
+            already = f"it had been given to others {life.resubmissions} times before, which --resubmissions sets"
+            self._fail(life, _final(error, already))
             return
         if len(life.delivered) >= life.request.sampling.max_tokens:
             self._deliver(life, Tokens(life.request.id, life.attempt, len(life.delivered), [], finish="length"))
@@ -375,7 +378,9 @@ def _named(life: Life) -> dict[str, object]:
 
 
 def lost(role: str, life: Life) -> WorkerLost:
-    return WorkerLost(
-        f"the {role} worker of this request was lost after {len(life.delivered)} tokens, and the request could not be "
-        "continued elsewhere; send it again"
-    )
+    return WorkerLost(f"the {role} worker of this request was lost after {len(life.delivered)} tokens")
+
+
+def _final(error: RequestError, why: str) -> RequestError:
+    """What the client is told when `why` the loss of a worker is the end of its request."""
+    return WorkerLost(f"{error.message}, and {why}; send it again") if isinstance(error, WorkerLost) else error

@@ -37,7 +37,7 @@ from slipstream.router.metrics import FleetMetrics, RouterMetrics
 from slipstream.router.remote import RemoteWorker
 from slipstream.router.views import WorkerView, view
 from slipstream.telemetry.trace import Spans
-from slipstream.types import Request, Role
+from slipstream.types import FinishReason, Request, Role
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,9 +120,12 @@ class Router:
         """
         self._lives.submit(request, sink)
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request at once, at both its workers; its sink is not called any more. Unknown ids are ignored."""
-        self._lives.abort(request_id)
+    def abort(self, request_id: str, finish: FinishReason | None = None) -> None:
+        """Ends a request at once, at both its workers; its sink is not called any more. Unknown ids are ignored.
+
+        `finish` is given where the front has found the end of its answer, at a string that stops it.
+        """
+        self._lives.abort(request_id, finish)
 
     def entry(self, request_id: str) -> Entry | None:
         """What is remembered of a request: workers, attempts; None of one that is too long ago."""

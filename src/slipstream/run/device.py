@@ -26,7 +26,7 @@ CPU_POOL_SHARE = 0.25  # of free memory, at most: several workers share a machin
 CONTEXT_BYTES = 512 << 20  # what a process takes of a GPU besides its tensors
 GPU_RESERVE_BYTES = 1 << 30  # left for compiled code, graphs and the runtime's own needs
 CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}  # of one step, unless told: what keeps a device busy
-MIXED_CHUNK_TOKENS = {"cuda": 512}  # of one in which others decode: about 12 ms of a model of 8 billion parameters
+MIXED_CHUNK_TOKENS = {"cpu": 32, "cuda": 512}  # of one in which others decode; on a GPU at most (`engine.chunks`)
 UUID = re.compile(r"(GPU-)?[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 
 
