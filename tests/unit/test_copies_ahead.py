@@ -266,27 +266,39 @@ def test_the_loop_hands_out_copies_while_their_step_computes_and_tells_of_its_en
         assert at > 0
 
 
-def test_copies_that_have_ended_when_their_step_is_settled_are_committed_before_the_next_is_planned() -> None:
-    told: queue.SimpleQueue[str] = queue.SimpleQueue()
-    jobs: list[CopyPages] = []
-    queued = threading.Event()
+class Waiting:
+    """What a loop hands out: `jobs` are the copies that wait for their step, `told` names what else goes out."""
 
-    def deliver(effects: list[Effect]) -> None:
+    def __init__(self) -> None:
+        self.jobs: list[CopyPages] = []
+        self.queued = threading.Event()
+        self.told: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def deliver(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
                 case CopyPages(behind=Behind() as behind):
                     behind.awaited = True
-                    jobs.append(effect)
-                    queued.set()
+                    self.jobs.append(effect)
+                    self.queued.set()
                 case ToPeer(message=wire.Commit()):
-                    told.put("commit")
+                    self.told.put("commit")
                 case ToRouter(message=wire.StepOutput()):
-                    told.put("token")
+                    self.told.put("token")
 
-    def look() -> bool:  # as a transfer agent: what has ended is an event for the core
-        if jobs:
-            job = jobs.pop()
+    def end_copies(self, loop: EngineLoop) -> None:
+        """As a transfer agent: what has ended is an event for the core."""
+        if self.jobs:
+            job = self.jobs.pop()
             loop.post(lambda core: core.copies_done(job.peer, job.xfer, len(job.source_pages)))
+
+
+def test_copies_that_have_ended_when_their_step_is_settled_are_committed_before_the_next_is_planned() -> None:
+    waiting = Waiting()
+    told = waiting.told
+
+    def look() -> bool:
+        waiting.end_copies(loop)
         return False
 
     class Planning(EngineCore):
@@ -295,8 +307,8 @@ def test_copies_that_have_ended_when_their_step_is_settled_are_committed_before_
             return super().schedule()
 
     runner = OrderedRunner()
-    with handing_over(runner, deliver, Planning, look=look) as loop:
-        assert queued.wait(PATIENCE_S)
+    with handing_over(runner, waiting.deliver, Planning, look=look) as loop:
+        assert waiting.queued.wait(PATIENCE_S)
         while not told.empty():
             told.get()
         runner.go.release()
@@ -305,33 +317,22 @@ def test_copies_that_have_ended_when_their_step_is_settled_are_committed_before_
 
 def test_copies_that_end_soon_behind_their_step_are_looked_for_until_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.engine.loop.COPIES_S", PATIENCE_S)
-    jobs: list[CopyPages] = []
-    queued, committed = threading.Event(), threading.Event()
+    waiting = Waiting()
     looks = 0
-
-    def deliver(effects: list[Effect]) -> None:
-        for effect in effects:
-            match effect:
-                case CopyPages(behind=Behind() as behind):
-                    behind.awaited = True
-                    jobs.append(effect)
-                    queued.set()
-                case ToPeer(message=wire.Commit()):
-                    committed.set()
 
     def look() -> bool:
         nonlocal looks
         looks += 1
         if looks == 3:
-            job = jobs.pop()
-            loop.post(lambda core: core.copies_done(job.peer, job.xfer, len(job.source_pages)))
-        return bool(jobs)
+            waiting.end_copies(loop)
+        return bool(waiting.jobs)
 
     runner = OrderedRunner()
-    with handing_over(runner, deliver, look=look) as loop:
-        assert queued.wait(PATIENCE_S)
+    with handing_over(runner, waiting.deliver, look=look) as loop:
+        assert waiting.queued.wait(PATIENCE_S)
         runner.go.release()
-        assert committed.wait(PATIENCE_S)
+        while waiting.told.get(timeout=PATIENCE_S) != "commit":
+            pass
     assert looks == 3
 
 

@@ -80,5 +80,4 @@ def _kind(plan: StepPlan) -> Kind:
     tokens = len(plan.token_ids)
     if tokens == plan.sequences:
         return "decode", tokens.bit_length()
-    decodes = bool((plan.query_start[1:] - plan.query_start[:-1] == 1).any())
-    return "mixed" if decodes else "prompts", tokens.bit_length()
+    return "mixed" if plan.decodes else "prompts", tokens.bit_length()

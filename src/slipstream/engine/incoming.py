@@ -124,6 +124,10 @@ class Incoming:
     def granted(self) -> int:
         return len(self._arrivals) - len(self.deferred)
 
+    @property
+    def _free_seats(self) -> int:
+        return self._seats - self._scheduler.running - self.granted
+
     def holders(self) -> list[tuple[str, list[int]]]:
         return [(f"grant {xfer} to {peer}", a.pages) for (peer, xfer), a in self._arrivals.items() if a.pages]
 
@@ -235,7 +239,7 @@ class Incoming:
 
     def candidates(self) -> list[Arrival]:
         """The first offers: as many as may find a seat, and LOOKAHEAD more."""
-        return self.deferred[: max(0, self._seats - self._scheduler.running - self.granted) + LOOKAHEAD]
+        return self.deferred[: max(0, self._free_seats) + LOOKAHEAD]
 
     def defer_rest(self) -> None:
         """Tells the sources of all offers that are not granted yet to wait; each is told once."""
@@ -246,7 +250,7 @@ class Incoming:
 
     def try_grant(self, arrival: Arrival) -> Verdict:
         """Grants when there is a row for it soon and its pages fit."""
-        if self._scheduler.running + self.granted >= self._seats:
+        if self._free_seats <= 0:
             return Verdict.LATER
         offer = arrival.handoff.offer
         hits = self._account.index.match(offer.block_keys) if self._prefix_cache else []

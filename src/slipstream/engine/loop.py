@@ -271,11 +271,10 @@ class EngineLoop:
         if len(self._under_way) < self._runner.depth:
             self._wait_until_due()
             if not self._over:
-                self._planning = time.perf_counter()
+                began = time.perf_counter()
                 with self._turn:
                     self._take_turn(plan=True)
-                if self._planned.empty():
-                    self._planning = 0.0
+                self._planning = 0.0 if self._planned.empty() else began
 
     def _wait_until_due(self) -> None:
         """Sleeps while it is too early to plan what comes behind the step that is being computed."""

@@ -191,8 +191,7 @@ class WorkerMetrics(Meters):
     # ------------------------------------------------------------------------------------------ what is told
 
     def step(self, plan: StepPlan, seconds: float) -> None:
-        lengths = plan.query_start[1:] - plan.query_start[:-1]
-        decode, total = int((lengths == 1).sum()), int(lengths.sum())
+        decode, total = plan.decodes, len(plan.token_ids)
         self.steps.add()
         self.step_seconds.only().observe(seconds)
         self.step_tokens.only().observe(total)

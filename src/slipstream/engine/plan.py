@@ -65,6 +65,11 @@ class StepPlan:
     def sequences(self) -> int:
         return len(self.rows)
 
+    @property
+    def decodes(self) -> int:
+        """Sequences that have one token in it; the tokens of the others are pieces of prompts."""
+        return int((self.query_start[1:] - self.query_start[:-1] == 1).sum())
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:

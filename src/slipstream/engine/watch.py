@@ -200,8 +200,7 @@ def work(plan: StepPlan) -> float:
 
 
 def step_in_words(plan: StepPlan) -> str:
-    lengths = np.diff(plan.query_start)
-    decoding = int((lengths == 1).sum())
+    decoding = plan.decodes
     kind = "decode" if decoding == plan.sequences else "prefill" if not decoding else "mixed"
     tokens = len(plan.token_ids)
     return f"{kind} step {plan.step} ({plan.sequences} sequences, {tokens} tokens)"

@@ -406,7 +406,7 @@ class Worker:
             eos_ids=opened.config.eos_ids,
         )
         if opened.device.type != "cpu" and not self._engine.mixed_chunk_tokens and self._engine.max_sequences > 1:
-            most, rows = min(opened.engine.mixed_chunk_tokens, opened.engine.chunk_tokens), self._engine.max_sequences
+            most, rows = opened.engine.mixed_chunk_tokens, self._engine.max_sequences
             core.limit_mixed(measured(runner, page_tokens=page_tokens, most=most, longest=max_tokens, rows=rows))
 
     def _stepped(self, plan: StepPlan, seconds: float) -> None:

@@ -79,18 +79,20 @@ class Exchange:
             raise RequestTooLarge(f"the body has {int(announced)} bytes; at most {limit} are accepted")
         parts: list[bytes] = []
         size = 0
-        while True:
-            event = await self._receive()
-            if event["type"] == "http.disconnect":
-                raise ClientGone("the client closed the connection before its request was complete")
-            part = event.get("body", b"")
-            size += len(part)
+        while not self._whole:
+            parts.append(await self._part())
+            size += len(parts[-1])
             if size > limit:
                 raise RequestTooLarge(f"the body is larger than the {limit} bytes that are accepted")
-            parts.append(part)
-            if not event.get("more_body", False):
-                self._whole = True
-                return parts[0] if len(parts) == 1 else b"".join(parts)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def _part(self) -> bytes:
+        """What comes next of the body. Raises ClientGone."""
+        event = await self._receive()
+        if event["type"] == "http.disconnect":
+            raise ClientGone("the client closed the connection before its request was complete")
+        self._whole = not event.get("more_body", False)
+        return event.get("body", b"")
 
     async def gone(self) -> None:
         """Returns when the client has closed the connection, or has been answered."""
@@ -130,13 +132,11 @@ class Exchange:
         """Reads what is left of the request, within bounds: a connection that is closed on a client that is still
         sending tells it nothing. Who waits to be asked for the body is not asked."""
         left = 0 if b"expect" in self.headers else DISCARDED
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, ClientGone):
             async with asyncio.timeout(DISCARDED_S):
                 while left > 0 and not self._whole:
                     async with asyncio.timeout(PAUSE_S):
-                        event = await self._receive()
-                    left -= len(event.get("body", b""))
-                    self._whole = not event.get("more_body", False)
+                        left -= len(await self._part())
 
     def query(self, name: str) -> str | None:
         """A query parameter. Raises InvalidRequest when it is given twice."""

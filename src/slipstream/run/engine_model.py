@@ -189,7 +189,7 @@ def open_model(engine: EngineConfig, progress: Progress | None = None, *, rank: 
         engine = msgspec.structs.replace(engine, threads=max(1, len(usable_cores()) // engine.tp))
     placement = place(engine)
     chunk_tokens = engine.chunk_tokens or CHUNK_TOKENS[placement.device.type]
-    mixed = engine.mixed_chunk_tokens or MIXED_CHUNK_TOKENS.get(placement.device.type, chunk_tokens)
+    mixed = engine.mixed_chunk_tokens or MIXED_CHUNK_TOKENS[placement.device.type]
     engine = msgspec.structs.replace(engine, chunk_tokens=chunk_tokens, mixed_chunk_tokens=min(mixed, chunk_tokens))
     dummy = engine.load_format == "dummy"
     files = locate(engine.model, need_weights=not dummy)
